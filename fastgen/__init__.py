@@ -1,16 +1,16 @@
-"""fastgen: `import fastgen`, and `generate` gives the same output sooner.
+"""fastgen: one `import fastgen` makes text generation faster, with identical output.
 
-Importing it patches the toolkits that are or will be imported, unless the variable ``FASTGEN`` says otherwise. It
-imports no toolkit and not torch.
+The import patches transformers and fairseq: at once where they are loaded already, otherwise when
+they are imported. It imports neither of them, nor torch. ``FASTGEN=0`` turns patching off.
 
-    status()            the calls so far: accelerated, partly or not, why, and what would help
-    explain(model, **)  what a `model.generate(**)` would run, and the bytes of its keys and values, without running it
-    bild(small, **)     fairseq: within it, a small model drafts and the generator's own looks over what it drafted
-    generate_stream(model, inputs, **)  many sentences in batches of like lengths, results in their order
-    score(model, texts, **)  log-probabilities of texts that are given, token by token
-    disable(), enable() take the patches out, put them back
-    disabled()          a context in which the toolkit's own code runs
-    release()           drop the memory kept between calls
+    status()            Calls so far: accelerated or not, fallback reasons, and advice.
+    explain(model, **)  What `model.generate(**)` would run, and the size of its KV cache.
+    bild(small, **)     fairseq: big-little decoding; a small model drafts, the large one verifies.
+    generate_stream(model, inputs, **)  Many inputs, batched by length; results in input order.
+    score(model, texts, **)  Log-probabilities of existing texts, token by token.
+    disable(), enable() Remove the patches, or apply them again.
+    disabled()          Context manager within which the toolkit's own code runs.
+    release()           Free the memory that is kept between calls.
 """
 
 import atexit
@@ -41,15 +41,22 @@ __all__ = [
 
 
 def explain(model: Any, **generate_kwargs: Any) -> Any:
-    """Say what ``model.generate(**generate_kwargs)`` would run, without running it.
+    """Explain what ``model.generate(**generate_kwargs)`` would run, without running it.
 
-    It also gives the bytes of keys and values, and of the packed copies of weights.
-
-    The command ``fastgen explain MODEL`` does the same for a model's folder.
+    The command ``fastgen explain MODEL`` prints the same for a model directory.
 
     Args:
-        model: a transformers model that can generate.
-        generate_kwargs: what `generate` would be given.
+        model: A transformers model that can generate.
+        **generate_kwargs: The arguments of `generate`.
+
+    Returns:
+        An `Explanation` (`fastgen.patches.transformers.introspection.explain`): the plan or the
+        fallback reason, the size of the KV cache and of packed weights in bytes. Printing it shows
+        everything.
+
+    Raises:
+        TypeError: The model cannot generate.
+        Exception: Whatever `generate` raises for these arguments before its decode loop.
     """
     from fastgen.patches.transformers.introspection.explain import explain as explain_transformers
 
@@ -66,51 +73,70 @@ def bild(
     lossless: bool = False,
     adaptive_draft: bool | None = None,
 ) -> AbstractContextManager[Any]:
-    """Return a context in which fairseq's generators, with one beam, decode by a small model and their own.
+    """Return a context within which fairseq's generators run big-little decoding, with one beam.
 
-    The small model drafts, and the generator's model looks over what it drafted (big-little decoding, `docs/bild.md`).
-    In transformers the same is asked for by arguments of `generate`.
+    The small model drafts tokens, and the generator's own model verifies them (`docs/bild.md`).
+    In transformers, arguments of `generate` request the same.
 
     Args:
-        small: a fairseq model, or what `from_pretrained` returns, of the same dictionary as the large one.
-        early_exit: in its place, how many of the large model's own first layers draft.
-        fallback_threshold: probability of its likeliest token below which the small model stops (0.6).
-        rollback_threshold: -log p under the large model above which a drafted token does not stand (2.0).
-        max_draft: tokens that it drafts in a row at most (10).
-        lossless: let none stand but the large model's own: the output is that of ``--beam 1``.
-        adaptive_draft: draft only where that is faster, by the clock; needs `lossless`, and goes with it.
+        small: A fairseq model, or what `from_pretrained` returns. It shares the large model's
+            dictionary.
+        early_exit: Draft with this many of the large model's first layers instead of `small`.
+        fallback_threshold: Drafting stops when the small model's most likely token has a lower
+            probability than this (default 0.6).
+        rollback_threshold: A drafted token is rejected if its -log p (natural log) under the large
+            model is higher than this (default 2.0).
+        max_draft: Maximum number of tokens per draft (default 10).
+        lossless: Accept only tokens that the large model would have chosen. The output is that of
+            ``--beam 1``.
+        adaptive_draft: Draft only while measured timings show that drafting is faster. Requires
+            `lossless`, and is on by default with it.
 
-    What the context yields has `counts`, summed over all texts.
+    Returns:
+        A context manager. It yields an object whose `counts` sum the drafted tokens, model calls,
+        fallbacks and rollbacks of all texts.
 
     Raises:
-        ValueError, TypeError: an option is not one that it can have; a generator cannot decode so (when it is called).
+        ValueError: An option has an invalid value, or not exactly one of `small` and `early_exit`
+            is given. A generator that cannot decode this way raises it when it is called.
+        TypeError: An option has the wrong type.
     """
     from fastgen.patches.fairseq.bild.bild import bild as bild_of_fairseq
 
-    given = {
+    values = {
         "fallback_threshold": fallback_threshold,
         "rollback_threshold": rollback_threshold,
         "max_draft": max_draft,
         "lossless": lossless or None,
         "adaptive_draft": adaptive_draft,
     }
-    asked = {name: value for name, value in given.items() if value is not None}
-    return bild_of_fairseq(small, early_exit, asked)
+    options = {name: value for name, value in values.items() if value is not None}
+    return bild_of_fairseq(small, early_exit, options)
 
 
 def generate_stream(model: Any, inputs: Iterable[Any], **options: Any) -> Iterator[Any]:
-    """Yield what ``model.generate`` gives for each of `inputs`, in their order, from batches of like lengths.
+    """Yield the output of ``model.generate`` for each input, in input order.
+
+    Inputs are sorted by length and generated in batches, so that batches contain little padding.
 
     Args:
-        model: a transformers model that can generate.
-        inputs: the token ids of each sentence, without padding.
-        options: ``max_tokens`` of a batch, ``window`` of sentences to sort by length, ``scores`` for pairs of sequences
-            and their scores, ``wanted``, a function that says whether somebody still waits for a sentence,
-            ``on_tokens``, a function that gets the tokens of each sentence as they come, and what `generate` takes;
-            ``forced_bos_token_id`` may have a token for each sentence.
+        model: A transformers model that can generate.
+        inputs: The token ids of each sentence, without padding.
+        **options: The arguments of `generate`, and those of the stream:
+            ``max_tokens``, the size of a batch in tokens, padding included;
+            ``window``, how many sentences are read ahead and sorted by length;
+            ``scores``, whether to yield pairs of sequences and their scores;
+            ``wanted``, a function of a sentence's number that returns False to cancel it;
+            ``on_tokens``, a function that receives each sentence's tokens as they become final.
+            ``forced_bos_token_id`` may be an iterable with one token per sentence.
 
     Yields:
-        (N, L) int64: the sequences of a sentence; see `fastgen.patches.transformers.streaming.stream`.
+        (N, L) int64: the N sequences of one sentence. See
+        `fastgen.patches.transformers.streaming.stream` for all options.
+
+    Raises:
+        TypeError: An argument is not supported by streams; the message names it.
+        ValueError: An option or an input has an invalid value; the message contains it.
     """
     from fastgen.patches.transformers.streaming.stream import generate_stream as stream
 
@@ -127,28 +153,31 @@ def score(
     stride: int | None = None,
     max_tokens: int = 4096,
 ) -> list[Any]:
-    """Return how likely a model finds each of `texts`, token by token, without ever holding the logits of all tokens.
+    """Return the log-probability of every token of `texts`, without storing all logits at once.
 
-    The mean of ``-log_probs`` of a text of one window is the loss that ``model(ids, labels=ids)`` gives. A longer text
-    is read in windows, each token being scored in the first one that has it, so that at least
-    ``max_length - stride`` tokens precede it.
+    For a text that fits one window, the mean of ``-log_probs`` is the loss of ``model(ids,
+    labels=ids)``. A longer text is split into overlapping windows. Each token is scored in the
+    first window that contains it: from the second window on, at least ``max_length - stride``
+    tokens precede it.
 
     Args:
-        model: a transformers model of a family that `generate` is accelerated for, in evaluation mode.
-        texts: the token ids of each, without padding; or strings, which need a `tokenizer`.
-        sources: of encoder-decoder models, each text's source, likewise.
-        tokenizer: makes token ids of strings, special tokens included, as ``tokenizer(text)`` and for the texts of
-            encoder-decoder models ``tokenizer(text_target=text)`` do.
-        max_length: tokens of a window at most; None for what the model has positions for.
-        stride: how many tokens a window lies behind the one before; None for half of `max_length`.
-        max_tokens: tokens of a batch, padding counted.
+        model: A transformers model of a family whose `generate` is accelerated, in evaluation mode.
+        texts: The token ids of each text, without padding; or strings, which require a `tokenizer`.
+        sources: For encoder-decoder models, the source of each text, in the same form.
+        tokenizer: Converts strings to token ids, special tokens included: ``tokenizer(text)``, and
+            ``tokenizer(text_target=text)`` for the texts of encoder-decoder models.
+        max_length: Maximum tokens per window; None for the number of positions of the model.
+        stride: Distance in tokens between the starts of two windows; None for half of `max_length`.
+        max_tokens: Maximum tokens per batch, padding included.
 
     Returns:
-        `TextScore` objects (`introspection.score`), one for each text: `log_probs` (L,), `tokens`, `total`.
+        One `TextScore` (`fastgen.patches.transformers.introspection.score`) per text: `log_probs`
+        (L,), `tokens`, `total`.
 
     Raises:
-        TypeError: texts are strings and there is no `tokenizer`, or they are one string and not several.
-        ValueError: an option or a text is not one that there can be, or the model is of another family.
+        TypeError: Texts are strings and `tokenizer` is None, or `texts` is a single string.
+        ValueError: An option or a text has an invalid value, or the model's family is not
+            supported.
     """
     from fastgen.patches.transformers.introspection.score import score as score_texts
 
@@ -156,8 +185,11 @@ def score(
 
 
 def _is_command() -> bool:
-    """Whether this process runs a command of fastgen's: each asks itself whether it can start, and says why not."""
-    place = len(sys.orig_argv) - len(sys.argv)  # of the script, or of the module behind `python -m`
+    """Return whether this process runs one of fastgen's commands.
+
+    Commands check by themselves whether they can start, and print why not.
+    """
+    place = len(sys.orig_argv) - len(sys.argv)  # index of the script, or of `python -m`'s module
     program = sys.orig_argv[place].removeprefix("-m") if 0 <= place < len(sys.orig_argv) else ""
     return Path(program).stem in ("fastgen", "fastgen-generate", "fastgen-interactive")
 

@@ -1,4 +1,4 @@
-"""`python -m fastgen` is the `fastgen` command."""
+"""Entry point of `python -m fastgen`, which runs the `fastgen` command."""
 
 import sys
 

@@ -1,3 +1,3 @@
-"""The version, alone in a file that every part may import and a build tool can read."""
+"""The version, in a file of its own: every module can import it and a build tool can read it."""
 
 __version__ = "0.1.0"

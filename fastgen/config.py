@@ -1,6 +1,6 @@
-"""Every ``FASTGEN_*`` environment variable: one table, read once.
+"""All ``FASTGEN_*`` environment variables, in one table that is read once.
 
-The documentation and ``fastgen status`` print `VARIABLES`; the code asks `settings()`.
+The documentation and ``fastgen status`` print `VARIABLES`; the code calls `settings()`.
 """
 
 import functools
@@ -28,11 +28,11 @@ class Variable:
     """One environment variable.
 
     Attributes:
-        name: as in the environment.
-        default: the value that an unset or empty variable stands for.
-        allowed: the accepted values; empty where any text is.
-        help: one line.
-        form: what is accepted where `allowed` is empty.
+        name: Name in the environment.
+        default: Value that applies if the variable is unset or empty.
+        allowed: Accepted values; empty if any text is accepted.
+        help: Description in one line.
+        form: Description of the accepted text if `allowed` is empty.
     """
 
     name: str
@@ -45,7 +45,8 @@ class Variable:
         """Return the variable's value in ``environ``, or its default.
 
         Raises:
-            VariableError: not an allowed value; the message holds name, value and what is allowed.
+            VariableError: The value is not allowed; the message contains the name, the value and
+                the allowed values.
         """
         value = environ.get(self.name, "").strip() or self.default
         if self.allowed and value not in self.allowed:
@@ -61,7 +62,8 @@ VARIABLES = (
         "FASTGEN",
         "1",
         get_args(Mode),
-        "0: `import fastgen` patches nothing; compat: only what toolkits fail without; fastgen.enable() patches all",
+        "0: `import fastgen` patches nothing; compat: only what toolkits fail without; "
+        "fastgen.enable() patches all",
     ),
     Variable(
         "FASTGEN_SKIP",
@@ -89,7 +91,8 @@ VARIABLES = (
         "FASTGEN_MEMORY",
         "auto",
         (),
-        "the most memory that copies of weights and kept buffers take; 0: keep none; auto: weights by what is free",
+        "the most memory that copies of weights and kept buffers take; 0: keep none; "
+        "auto: weights by what is free",
         "auto, a size like 2GiB or 500MB, 0",
     ),
     Variable(
@@ -133,7 +136,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment asks for; see `VARIABLES`."""
+    """The parsed environment variables; see `VARIABLES`."""
 
     mode: Mode
     skip: tuple[str, ...]
@@ -151,36 +154,36 @@ class Settings:
 
     @property
     def enabled(self) -> bool:
-        """Whether fastgen is to accelerate anything."""
+        """Whether patches that accelerate are applied on import."""
         return self.mode == "1"
 
     @property
     def packs(self) -> bool:
-        """Whether copies of weights may be made at all."""
+        """Whether packed weights are allowed."""
         return self.linear != "plain" and self.memory != 0
 
 
 @functools.cache
 def settings() -> Settings:
-    """Return the settings of this process; the environment is read at the first call.
+    """Return the settings of this process. The first call reads the environment.
 
     Raises:
-        VariableError: a variable holds a value that is not allowed.
+        VariableError: A variable has an invalid value.
     """
     return read(os.environ)
 
 
 def reload() -> Settings:
-    """Read the environment again (for tests) and return the new settings."""
+    """Read the environment again (for tests), and return the new settings."""
     settings.cache_clear()
     return settings()
 
 
 def read(environ: Mapping[str, str]) -> Settings:
-    """Return the settings that ``environ`` asks for.
+    """Parse the settings from ``environ``.
 
     Raises:
-        VariableError: a variable holds a value that is not allowed.
+        VariableError: A variable has an invalid value.
     """
     value = {variable.name: variable.read(environ) for variable in VARIABLES}
     folder = value["FASTGEN_CACHE_DIR"]
@@ -223,7 +226,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 def _size(name: str, text: str) -> int | None:
-    """Bytes that a text says, rounded down; None for ``auto``."""
+    """Parse a size into bytes, rounded down; None for ``auto``."""
     if text == "auto":
         return None
     number, unit = cast(re.Match[str], re.match(r"([0-9]*\.?[0-9]*) *(.*)", text)).groups()
@@ -241,9 +244,9 @@ def _user_cache(environ: Mapping[str, str]) -> Path:
         "darwin": ("", "Library/Caches"),
     }.get(sys.platform, ("XDG_CACHE_HOME", ".cache"))
     named = Path(environ.get(variable, ""))
-    if named.is_absolute():  # the XDG rules say that a relative path is to be ignored
+    if named.is_absolute():  # the XDG specification ignores relative paths
         return named
     try:
         return Path.home() / below_home
-    except RuntimeError:  # a container's user without a home
+    except RuntimeError:  # a user without a home directory, as in containers
         return Path(tempfile.gettempdir())

@@ -1,9 +1,11 @@
-"""What a text has to hold: constraints of constrained beam search.
+"""Constraints of constrained beam search: phrases that the generated text must contain.
 
-They are given to `generate` as ``constraints=[...]``; ``force_words_ids`` makes them of plain lists. transformers 4 had
-classes of these names; those of its users' own are not taken here.
+Pass them to `generate` as ``constraints=[...]``; ``force_words_ids`` builds them from plain lists.
+The classes have the names that they had in transformers 4. User-defined constraint classes are not
+supported.
 
-Source: Anderson et al. 2017 (constrained beam search), Post and Vilar 2018 (banks of dynamic beam allocation).
+Sources: Anderson et al. 2017 (constrained beam search); Post and Vilar 2018 (banks of dynamic beam
+allocation).
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ __all__ = ["Constraint", "DisjunctiveConstraint", "PhrasalConstraint"]
 
 @dataclass(frozen=True)
 class Constraint:
-    """One of some phrases has to be in the text, token by token.
+    """A constraint that the text contains one of several phrases, token by token.
 
     Attributes:
-        phrases: token ids; no phrase begins with another.
+        phrases: Token ids of each phrase; no phrase is a prefix of another.
     """
 
     phrases: tuple[tuple[int, ...], ...]
@@ -30,17 +32,20 @@ class Constraint:
         return max(map(len, self.phrases))
 
     def following(self, begun: tuple[int, ...]) -> list[int]:
-        """The tokens that go on with what has begun, each once."""
+        """Return the tokens that continue the partial phrase `begun`, without duplicates."""
         count = len(begun)
-        found = (p[count] for p in self.phrases if len(p) > count and p[:count] == begun)
-        return list(dict.fromkeys(found))
+        tokens = (p[count] for p in self.phrases if len(p) > count and p[:count] == begun)
+        return list(dict.fromkeys(tokens))
 
 
 class PhrasalConstraint(Constraint):
-    """A phrase has to be in the text.
+    """A constraint that the text contains one phrase.
+
+    Args:
+        token_ids: The token ids of the phrase.
 
     Raises:
-        ValueError: token_ids is not a list of token ids with one at least; with the value.
+        ValueError: `token_ids` is not a non-empty list of token ids; the message contains it.
     """
 
     def __init__(self, token_ids: list[int]) -> None:
@@ -50,10 +55,14 @@ class PhrasalConstraint(Constraint):
 
 
 class DisjunctiveConstraint(Constraint):
-    """One of some phrases has to be in the text.
+    """A constraint that the text contains at least one of several phrases.
+
+    Args:
+        nested_token_ids: The token ids of each phrase.
 
     Raises:
-        ValueError: nested_token_ids is not a list of such phrases, or one begins with another; with the value.
+        ValueError: `nested_token_ids` is not a non-empty list of phrases, or one phrase is a prefix
+            of another; the message contains the value.
     """
 
     def __init__(self, nested_token_ids: list[list[int]]) -> None:
@@ -69,45 +78,54 @@ class DisjunctiveConstraint(Constraint):
         for i, phrase in enumerate(phrases):
             if any(other[: len(phrase)] == phrase for j, other in enumerate(phrases) if j != i):
                 raise ValueError(
-                    f"nested_token_ids: {list(phrase)} is the beginning of another of {nested_token_ids}"
+                    f"nested_token_ids: {list(phrase)} is the beginning of another of "
+                    f"{nested_token_ids}"
                 )
         super().__init__(phrases)
 
 
 def constraints_of(constraints: Any, force_words_ids: Any) -> tuple[Constraint, ...]:
-    """The constraints of a call, from what it says by objects and by plain lists.
+    """Return the constraints of a call, from constraint objects and from plain lists.
+
+    Args:
+        constraints: Constraint objects, or None.
+        force_words_ids: Phrases, or lists of alternative phrases, as token ids; or None.
 
     Raises:
-        TypeError: an object is no constraint of this module; with the value.
-        ValueError: a list is not one of phrases, or of lists of alternative phrases; or there is none at all.
+        TypeError: An object is not a constraint of this module; the message contains it.
+        ValueError: An entry of `force_words_ids` is neither a phrase nor a list of alternative
+            phrases, or there are no constraints at all.
     """
-    found = list[Constraint](constraints or ())
-    for constraint in found:
+    merged = list[Constraint](constraints or ())
+    for constraint in merged:
         if not isinstance(cast(Any, constraint), Constraint):
             raise TypeError(
-                f"constraints must be PhrasalConstraint or DisjunctiveConstraint of fastgen.constraints, not "
-                f"{constraint!r}"
+                "constraints must be PhrasalConstraint or DisjunctiveConstraint of "
+                f"fastgen.constraints, not {constraint!r}"
             )
     if force_words_ids is not None:
-        found += _of_words(force_words_ids)
-    if not found:
+        merged += _of_words(force_words_ids)
+    if not merged:
         raise ValueError(f"constraints={constraints!r}: constrained beam search needs one at least")
-    return tuple(found)
+    return tuple(merged)
 
 
 def _of_words(words: Any) -> list[Constraint]:
-    said = f"force_words_ids must be a list of lists of token ids, or of lists of such lists, not {words!r}"
+    message = (
+        "force_words_ids must be a list of lists of token ids, or of lists of such lists, not "
+        f"{words!r}"
+    )
     if not isinstance(words, list) or not words:
-        raise ValueError(said)
-    found: list[Constraint] = []
+        raise ValueError(message)
+    constraints: list[Constraint] = []
     for word in cast("list[Any]", words):
         if _is_phrase(word):
-            found.append(PhrasalConstraint(word))
+            constraints.append(PhrasalConstraint(word))
         elif isinstance(word, list) and word and all(map(_is_phrase, cast("list[Any]", word))):
-            found.append(DisjunctiveConstraint(cast("list[list[int]]", word)))
+            constraints.append(DisjunctiveConstraint(cast("list[list[int]]", word)))
         else:
-            raise ValueError(said)
-    return found
+            raise ValueError(message)
+    return constraints
 
 
 def _is_phrase(tokens: Any) -> bool:
@@ -118,13 +136,14 @@ def _is_phrase(tokens: Any) -> bool:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a text has come with a list of constraints.
+    """The progress of a text towards fulfilling a list of constraints.
 
     Attributes:
-        pending: those of which nothing stands.
-        current: the one of which a part stands at the text's end, if any, and that part.
-        met: how many stand.
-        longest: tokens of the longest phrase of all.
+        pending: Constraints of which the text contains nothing yet.
+        current: The constraint that the end of the text partially fulfils, and the tokens of that
+            part; None if there is none.
+        met: Number of fulfilled constraints.
+        longest: Length in tokens of the longest phrase of all constraints.
     """
 
     pending: tuple[Constraint, ...]
@@ -144,7 +163,11 @@ class Progress:
 
     @property
     def bank(self) -> int:
-        """How far, as a number; what is left of a shorter constraint is less."""
+        """Progress as a number, by which beams are grouped into banks.
+
+        Each fulfilled constraint counts `longest`. A partially fulfilled one counts `longest` minus
+        the tokens that it still lacks.
+        """
         if self.current is None:
             return self.met * self.longest
         constraint, begun = self.current
@@ -152,16 +175,17 @@ class Progress:
 
     @property
     def wanted(self) -> list[int]:
-        """The tokens that bring the text further."""
+        """The tokens that make progress."""
         if self.current is not None:
             constraint, begun = self.current
             return constraint.following(begun)
         return [token for constraint in self.pending for token in constraint.following(())]
 
     def behind(self, token: int) -> Progress:
-        """How far the text has come with one more token.
+        """Return the progress after one more token.
 
-        A token that breaks off a constraint begins no other, as in transformers 4.
+        A token that breaks off a partially fulfilled constraint starts no other one, as in
+        transformers 4.
         """
         if self.current is not None:
             constraint, begun = self.current

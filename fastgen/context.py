@@ -1,7 +1,7 @@
-"""Context variables: values for the time of a block, and calls that leave none of them set.
+"""Scoped context variables, and calls that leave none of them set.
 
-An exception that comes from outside (Ctrl-C, a signal handler, `PyThreadState_SetAsyncExc`) may strike between any two
-instructions, also within `__enter__` and `__exit__`.
+An asynchronous exception (Ctrl-C, a signal handler, `PyThreadState_SetAsyncExc`) may arrive
+between any two instructions, also within `__enter__` and `__exit__`.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,14 @@ from typing import Any, Generic, TypeVar
 _T = TypeVar("_T")
 
 PREFIX = "fastgen_"
-"""What the names of all context variables of this package begin with."""
+"""Prefix of the names of all context variables of this package."""
 
 
-class assigned(Generic[_T]):  # a context manager, named as `contextlib` names its own
-    """Have a context variable hold a value within a `with` block, of a call that is `isolated`."""
+class assigned(Generic[_T]):  # a context manager, named in lower case as in `contextlib`
+    """Context manager that assigns a context variable within a `with` block.
+
+    The block must run inside an `isolated` call, which resets the variable after an interrupt.
+    """
 
     def __init__(self, variable: ContextVar[_T], value: _T) -> None:
         self._variable, self._value = variable, value
@@ -30,10 +33,10 @@ class assigned(Generic[_T]):  # a context manager, named as `contextlib` names i
 
 
 def isolated(function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:
-    """Call a function so that nothing of it is left behind, wherever it is interrupted.
+    """Call a function in a copy of the context, so that no state leaks wherever it is interrupted.
 
-    It runs in a copy of the context, so that none of this package's variables is left set. Other variables keep what
-    the function, or a callback of the user's, assigns. Then what was registered by `at_end` is called.
+    None of this package's context variables stays set. Other variables keep what the function, or a
+    user's callback, assigns to them. The callbacks registered with `at_end` run when the call ends.
     """
     context, callbacks = copy_context(), list[Callable[[], object]]()
     try:
@@ -54,14 +57,14 @@ _callbacks: ContextVar[list[Callable[[], object]] | None] = ContextVar(
 
 
 def at_end(callback: Callable[[], object]) -> None:
-    """Have a callback called when the `isolated` call under way ends; outside of one, nothing happens."""
+    """Register a callback for the end of the current `isolated` call; no effect outside of one."""
     callbacks = _callbacks.get()
     if callbacks is not None:
         callbacks.append(callback)
 
 
 def not_at_end(callback: Callable[[], object]) -> None:
-    """Undo `at_end`, as a call may be a whole corpus."""
+    """Unregister a callback of `at_end`: one call may process a whole corpus and collect many."""
     callbacks = _callbacks.get()
     if callbacks is not None and callback in callbacks:
         callbacks.remove(callback)

@@ -1,23 +1,24 @@
-"""What the command prints without a traceback, what is warned of, and how messages name missing packages."""
+"""Exceptions, the warning class, and messages about missing packages."""
 
 from typing import Self
 
 
 class CommandError(Exception):
-    """Something the user has to put right; the message says what and how."""
+    """An error that the user has to fix; commands print its message without a traceback."""
 
 
 class SetupError(Exception):
-    """fastgen cannot start with this environment; the message says what to change."""
+    """fastgen cannot start in this environment; the message says what to change."""
 
 
 class VariableError(SetupError, ValueError):
-    """An environment variable of fastgen's holds a value that it cannot have.
+    """A ``FASTGEN_*`` environment variable has an invalid value.
 
     Attributes:
-        name, value: the variable, and what it holds.
-        problem: what is wrong with the value.
-        remedy: what to do.
+        name: The variable.
+        value: Its value.
+        problem: What is wrong with the value.
+        remedy: What to do.
     """
 
     def __init__(self, name: str, value: str, problem: str, remedy: str) -> None:
@@ -35,11 +36,11 @@ class VariableError(SetupError, ValueError):
 
 
 class MissingPackageError(SetupError, ModuleNotFoundError):
-    """A package that fastgen cannot do without is not installed."""
+    """A required package is not installed."""
 
 
 class FastgenWarning(UserWarning):
-    """fastgen as a whole, or for a whole decoding method, does nothing here; given once for each reason."""
+    """fastgen does nothing here, as a whole or for a decoding method; issued once per reason."""
 
 
 REQUIREMENTS = {
@@ -63,16 +64,18 @@ REQUIREMENTS = {
 }
 """Requirement that installs a module, by import name. The versions are those of pyproject.toml.
 
-Messages name these and not an extra of this package, which is not on the package index yet: `fastgen` there is
-another project.
+Messages name these requirements instead of an extra of this package. The package is not on the
+package index yet: `fastgen` there is another project.
 """
 
 
 def needs(*modules: str) -> str:
-    """Return a message that names missing modules, and the pip command for those of `REQUIREMENTS`.
+    """Return a message that names missing modules, with the pip command that installs them.
+
+    The command covers the modules in `REQUIREMENTS`.
 
     Args:
-        modules: import names, such as ``rouge_score`` or ``matplotlib.pyplot``.
+        *modules: Import names, such as ``rouge_score`` or ``matplotlib.pyplot``.
     """
     roots = [name.partition(".")[0] for name in modules]
     known = dict.fromkeys(REQUIREMENTS[root] for root in roots if root in REQUIREMENTS)

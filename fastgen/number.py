@@ -1,4 +1,4 @@
-"""Numbers that a user gives: what they must be, for `argparse` and for settings by name."""
+"""Numeric ranges that validate user input, for `argparse` and for settings passed by name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Number:
-    """A range of numbers, and a type for argparse.
+    """A range of numbers that is also an argparse type.
 
     Attributes:
-        kind: `int` or `float`; a float is finite.
-        least, most: bounds that belong to the range. above, below: bounds that do not.
+        kind: `int` or `float`; a float must be finite.
+        least: Inclusive lower bound.
+        most: Inclusive upper bound.
+        above: Exclusive lower bound.
+        below: Exclusive upper bound.
     """
 
     kind: type[int] | type[float] = int
@@ -23,10 +26,11 @@ class Number:
     below: float | None = None
 
     def __call__(self, text: str) -> int | float:
-        """Return the number that a word stands for.
+        """Parse a number.
 
         Raises:
-            argparse.ArgumentTypeError: it is no number, or out of range; the message has it.
+            argparse.ArgumentTypeError: The text is not a number or is out of range; the message
+                contains it.
         """
         try:
             value = self.kind(text)
@@ -53,7 +57,7 @@ class Number:
         )
 
     def __str__(self) -> str:
-        """Name the range: "at least 1", "above 0 and below 1"."""
+        """Describe the range: "at least 1", "above 0 and below 1"."""
         bounds = {
             "at least": self.least,
             "above": self.above,

@@ -1,7 +1,8 @@
 """The `fastgen` command.
 
-Each subcommand is a module with HELP (one line), `arguments(parser)` and `run(args)`, which returns the exit status.
-The modules import what is heavy (torch, toolkits) inside `run`, so that `fastgen --help` answers at once.
+Each subcommand is a module with HELP (one line), `arguments(parser)` and `run(args)`, which returns
+the exit status. The modules import heavy packages (torch, toolkits) inside `run`, so that
+`fastgen --help` answers at once.
 """
 
 import argparse
@@ -34,15 +35,18 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `argv` (default: the process's own arguments); return the exit status.
+    """Run the command.
 
-    2 for what the user must mend, 130 where it is interrupted.
+    Args:
+        argv: the arguments; default: those of this process.
+    Returns:
+        The exit status: 2 for errors that the user has to correct, 130 after an interrupt.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in words if word in COMMANDS), "")
     try:
         args = _parser(command).parse_args(words)
-        if command != "doctor":  # which reports what is wrong
+        if command != "doctor":  # doctor reports the problems itself
             check()
         return args.run(args)
     except SetupError as error:
@@ -52,14 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fastgen {command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        if command == "run":  # which is the program's own affair
+        if command == "run":  # the program decides what an interrupt does
             raise
         print(f"fastgen {command}: interrupted", file=sys.stderr)
         return 130
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    """The parser of a command; the others are there by name, as their options may take a toolkit to find."""
+    """Return the parser, with the options of `command` alone.
+
+    Declaring the options of the other commands may import a toolkit; only their names are declared.
+    """
     parser = argparse.ArgumentParser(
         prog="fastgen", description="Faster generation with the same output."
     )

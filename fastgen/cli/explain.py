@@ -1,10 +1,10 @@
-"""Say what a `generate` call of a model would run and the bytes of its keys and values, without running it.
+"""Say what a `generate` call of a model would run and the size of its KV cache, without running it.
 
     fastgen explain MODEL --num-beams 4 --max-new-tokens 128
     fastgen explain MODEL --batch-size 16 --source-tokens 512 --do-sample --json
 
-It prints what `fastgen.explain(model, ...)` finds for a batch of sources of equal length: the decode
-loop, cache, decode steps and linear layers, the bytes of keys and values, and the reason for
+It prints what `fastgen.explain(model, ...)` finds for a batch of sources of equal length: the
+decode loop, cache, decode steps and linear layers, the bytes of keys and values, and the reason for
 whatever fastgen would not run.
 
 The exit status is 0 if fastgen's decode loop would run, 1 if transformers' own would, and 2 if
@@ -37,14 +37,18 @@ PYTHON_ONLY = dict.fromkeys(
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     call_arguments(parser, "explain")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def call_arguments(parser: argparse.ArgumentParser, command: str, several: bool = False) -> None:
-    """Add those of a call of random text: a model, the size of its batch, and options of `generate`.
+    """Add the arguments of a call with placeholder text: model, batch size, options of `generate`.
 
-    several: whether sizes are lists.
+    Args:
+        parser: the parser to extend.
+        command: name of the command, for the usage line.
+        several: whether batch size and source length are lists.
     """
     models.need("transformers")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -78,7 +82,11 @@ def _words(default: int | list[int]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the explanation; return 1 if transformers' own decode loop would run."""
+    """Print the explanation.
+
+    Returns:
+        1 if transformers' own decode loop would run, else 0.
+    """
     models.folder_of(args.model)
     options = generation_options.given(args, PYTHON_ONLY)
     from transformers.utils import logging
@@ -89,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         explanation = fastgen.explain(
             model, **placeholders(model, args.batch_size, args.source_tokens), **options
         )
-    except Exception as error:  # `generate` may raise any; a traceback would mean status 1
+    except Exception as error:  # `generate` may raise anything; a traceback would mean status 1
         problem = f"{type(error).__name__}: {models.first_line(error)}"
         raise CommandError(f"generate would raise {problem}") from error
     print(json.dumps(explanation.to_dict(), indent=2) if args.json else explanation)

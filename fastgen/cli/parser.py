@@ -1,4 +1,7 @@
-"""The parser of a command that takes many options: `--a_b` is `--a-b`, and an unknown one is answered with a hint."""
+"""Argument parser for commands with many options.
+
+Accepts `--a_b` for `--a-b`, and answers unknown options with a hint.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,22 @@ from typing import Any
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses as argparse does, until `answer` is called."""
+    """ArgumentParser that rejects unknown options with hints once `answer` was called."""
 
     _hints: Mapping[str, str] | None = None
 
     def answer(self, hints: Mapping[str, str]) -> None:
-        """Take underscores as dashes, take no option by the first letters of its name, and answer unknown ones.
+        """Accept underscores for dashes, reject abbreviated options, and answer unknown options.
 
         Args:
-            hints: what is said of an option that there is not, by its name with dashes.
+            hints: the message for an option that does not exist, by its name with dashes.
         """
         self._hints, self.allow_abbrev = hints, False
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
+        """Parse as argparse does; after `answer`, end with a hint for each unknown option."""
         if self._hints is None or args is None:
             return super().parse_known_args(args, namespace)
         found, unknown = super().parse_known_args(_dashed(args), namespace)
@@ -42,7 +46,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _dashed(args: Sequence[str]) -> list[str]:
-    """Words with the names of options as they are declared."""
+    """Return the words with dashes in place of underscores in the names of options."""
     done: list[str] = []
     for i, word in enumerate(args):
         if word == "--":

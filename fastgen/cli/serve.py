@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: requests are merged into batches, and answered whole or as streams of tokens.
+"""Serve a model over HTTP: merge requests into batches, and answer with texts or streams of tokens.
 
 See docs/cluster.md.
 """
@@ -11,6 +11,7 @@ HELP = "serve a model over HTTP, with merged requests and streams of tokens"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     models.need("ray", "pydantic")
     from fastgen.ray import serve
 
@@ -18,6 +19,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Serve until a signal arrives; return the exit status."""
     from fastgen.ray import serve
 
     return serve.run(args)

@@ -1,13 +1,13 @@
-"""Compile what the calls of a service will need, before its first user waits for it.
+"""Compile what the calls of a service need, before its first user waits for it.
 
     fastgen warmup MODEL --dtype bfloat16 --batch-size 1 8 32 --source-tokens 32 512 --num-beams 4
 
-On a GPU, the first call of a kind compiles Triton's kernels, which takes seconds; Triton keeps them on
-disk (`~/.triton/cache`, or TRITON_CACHE_DIR), where every later process finds them. Run it once in a
-container's image, or after an update of fastgen, Triton or the driver, with the options of `generate`
-that the service uses. On a CPU there is nothing to compile.
+On a GPU, the first call of each kind compiles Triton kernels, which takes seconds. Triton keeps
+them on disk (`~/.triton/cache`, or TRITON_CACHE_DIR), where every later process finds them. Run
+this command once in a container's image, or after an update of fastgen, Triton or the driver, with
+the options of `generate` that the service uses. On a CPU there is nothing to compile.
 
-For each batch size and length of sources it generates three times and prints how long each call took.
+For each batch size and source length it generates three times and prints how long each call took.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ from fastgen.errors import CommandError
 
 HELP = "compile what a service's calls will need on a GPU, before its first user waits for it"
 CALLS = 3
-"""The first compiles kernels, the second captures graphs, the third shows what a call takes from then on."""
+"""The first compiles kernels, the second captures CUDA graphs, the third shows the final speed."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     call_arguments(parser, "warmup", several=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate and print; return 1 if fastgen did not run."""
+    """Generate and print.
+
+    Returns:
+        0 if fastgen's decode loop ran, else 1.
+    """
     models.folder_of(args.model)
     options = {"max_new_tokens": 32} | generation_options.given(args, PYTHON_ONLY)
     from transformers.utils import logging
@@ -42,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
 
     logging.disable_progress_bar()
     model = models.load_model(args.model, models.usable_device(args.device, None), args.dtype)
-    before, said = counts(), f"{'sentences':>9}{'tokens':>8}"
-    print(said + "".join(f"{f'call {i + 1}':>12}" for i in range(CALLS)))
+    before, head = counts(), f"{'sentences':>9}{'tokens':>8}"
+    print(head + "".join(f"{f'call {i + 1}':>12}" for i in range(CALLS)))
     for batch, tokens in itertools.product(args.batch_size, args.source_tokens):
         seconds = [_seconds(model, batch, tokens, options) for _ in range(CALLS)]
         print(f"{batch:9}{tokens:8}" + "".join(f"{each:10.3f} s" for each in seconds), flush=True)
@@ -62,7 +67,7 @@ def _seconds(model: Any, batch: int, tokens: int, options: dict[str, Any]) -> fl
         model.generate(**inputs, **options)
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
-    except Exception as error:  # `generate` may raise any
+    except Exception as error:  # `generate` may raise anything
         problem = f"{type(error).__name__}: {models.first_line(error)}"
         raise CommandError(
             f"{batch} sentences of {tokens} tokens: generate raises {problem}"

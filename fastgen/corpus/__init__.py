@@ -1,13 +1,20 @@
-"""Many texts in, many texts out: what `fastgen generate`, the Ray actors and the benchmarks of whole corpora share.
+"""Many texts in, many texts out: shared by `fastgen generate`, the Ray actors and the benchmarks.
 
-models      a model and its tokenizer, from a folder
-texts       texts -> tokens -> generate -> texts; one that cannot be generated is a problem of its own
-records     what sources yield and sinks make
-job         a whole corpus: what is asked for, and the run of it
-blocks      records in a row, which are written, lost and made again as a whole
-pipeline    reading ahead, generating, writing behind
-worker      makes blocks of outputs of blocks of records
-workers     several processes that do, on one machine
-journal     which blocks are there, on disk
-progress, summary, identity   what is shown, what is told in the end, what tells inputs and models apart
+models             a model and its tokenizer, from a folder
+texts              texts -> tokens -> generate -> texts; each text may fail by itself
+languages          the first tokens of outputs, by their names
+limits             length limits of outputs
+formats.records    what sources yield and sinks write
+formats.readers    records from files
+formats.writers    outputs to files
+formats.formats    rows of each file format
+run.job            a whole corpus: the job and its run
+run.blocks         consecutive records, which are written, lost and generated again together
+run.pipeline       threads that read ahead, generate, and write
+run.worker         generates blocks of outputs from blocks of records
+run.workers        several worker processes on one machine
+run.journal        record on disk of the finished blocks
+run.progress       progress display
+run.summary        summary of a run
+run.identity       digests that identify inputs and models
 """

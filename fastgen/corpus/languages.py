@@ -1,4 +1,4 @@
-"""The tokens that outputs begin with, by their names: languages, of tokenizers that know such, or any others."""
+"""First tokens of outputs, by name: languages, if the tokenizer knows them, or any other token."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from fastgen.errors import CommandError
 
 
 class Unknown(ValueError):
-    """A name that the tokenizer does not know."""
+    """Error: the tokenizer does not know a name."""
 
 
 class Names:
-    """What a tokenizer calls its tokens and languages.
+    """A tokenizer's names of tokens and languages.
 
-    Attributes:
-        tokenizer: of transformers; its source language is set here.
-        folder: that it comes from, for messages.
+    Args:
+        tokenizer: a tokenizer of transformers.
+        folder: the folder that it comes from, for messages.
     """
 
     def __init__(self, tokenizer: Any, folder: Path) -> None:
@@ -25,30 +25,32 @@ class Names:
 
     @property
     def begins_with_language(self) -> bool:
-        """Whether outputs have the language in the place of the start token, as those of the first mBART do.
+        """Whether the language replaces the start token of outputs, as in the first mBART.
 
-        All other models that know languages begin with the start token, and force the language behind it.
+        All other models that know languages begin with the start token and force the language after
+        it.
         """
         return type(self.tokenizer).__name__.removesuffix("Fast") == "MBartTokenizer"
 
     def token(self, name: str) -> int:
-        """The id of a token.
+        """Return the id of a token.
 
         Raises:
             Unknown: there is no such token.
         """
-        found = self.tokenizer.convert_tokens_to_ids(name)
-        if found is None or (
-            found == self.tokenizer.unk_token_id and name != self.tokenizer.unk_token
+        token = self.tokenizer.convert_tokens_to_ids(name)
+        if token is None or (
+            token == self.tokenizer.unk_token_id and name != self.tokenizer.unk_token
         ):
             raise Unknown(f"{name!r} is no token of {self.folder}")
-        return int(found)
+        return int(token)
 
     def language(self, name: str) -> int:
-        """The token of a language.
+        """Return the id of a language's token.
 
         Raises:
-            Unknown: there is no such language. A piece of a word that is spelt so is none.
+            Unknown: there is no such language. An ordinary token with the same spelling does not
+                count.
             CommandError: the tokenizer knows no languages.
         """
         self.check_languages()
@@ -59,22 +61,24 @@ class Names:
         return self.token(tokens.get(name, name))
 
     def code(self, name: str) -> str:
-        """What the tokenizer calls a language, by that or by its token."""
+        """Return the tokenizer's code of a language, given the code or its token."""
         tokens: dict[str, str] = getattr(self.tokenizer, "lang_code_to_token", {})
         return next((code for code, token in tokens.items() if token == name), name)
 
     def check_languages(self, each: str | None = None) -> None:
-        """Raise CommandError where the tokenizer knows no languages, or outputs cannot have one each.
+        """Raise CommandError if the tokenizer knows no languages, or not one for each output.
 
-        each: the option that asks for that.
+        Args:
+            each: the option that requests a language for each output; None if there is none.
         """
         if not hasattr(self.tokenizer, "src_lang"):
             raise CommandError(
-                f"{each or '--source-lang, --target-lang'}: a {type(self.tokenizer).__name__} knows no languages; "
+                f"{each or '--source-lang, --target-lang'}: "
+                f"a {type(self.tokenizer).__name__} knows no languages; "
                 "--prefix and --forced-bos-token may say what is wanted"
             )
         if each is not None and self.begins_with_language:
             raise CommandError(
-                f"{each}: a {type(self.tokenizer).__name__} has the language in the place of the start token, of which "
-                "there is one for all texts; --target-lang names it"
+                f"{each}: a {type(self.tokenizer).__name__} has the language in the place of the "
+                "start token, of which there is one for all texts; --target-lang names it"
             )

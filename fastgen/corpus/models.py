@@ -1,4 +1,4 @@
-"""A model and its tokenizer, from a folder as `save_pretrained` writes it, or by their id on the hub."""
+"""Loading of a model and its tokenizer, from a folder of `save_pretrained` or by id on the hub."""
 
 from __future__ import annotations
 
@@ -22,25 +22,28 @@ _NOT_NEEDED = [
     "*.pt",
     "*.pth",
 ]
-"""Files of a model on the hub that transformers does not read, or reads where there are no safetensors."""
+"""Files on the hub that transformers does not read, or reads only if there are no safetensors."""
 
 HELP = "folder of the model and its tokenizer, or their id on the hub"
 
-_NAMED = 3  # weights that a message names
+_NAMED = 3  # the most weights that a message names
 
 
 def need(*modules: str) -> None:
-    """Raise CommandError with the pip command for those optional modules that are not installed."""
+    """Raise CommandError with the pip command for optional modules that are not installed."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         raise CommandError(needs(*missing))
 
 
 def usable_device(device: str | None, threads: int | None) -> str:
-    """The device to run on, CUDA where there is one and none is named; torch gets its number of CPU threads.
+    """Return the device to run on; also set torch's number of CPU threads.
 
+    Args:
+        device: name of the device; None for CUDA if available, else the CPU.
+        threads: number of threads; None or 0 to leave it as it is.
     Raises:
-        CommandError: torch cannot use it.
+        CommandError: torch cannot use the device.
     """
     import torch
 
@@ -49,18 +52,19 @@ def usable_device(device: str | None, threads: int | None) -> str:
     found = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(1, device=found, dtype=torch.float32)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+    except (RuntimeError, AssertionError) as error:  # the latter if torch was built without CUDA
         raise CommandError(f"--device {found}: {first_line(error)}") from error
     return found
 
 
 def folder_of(model: str | Path) -> Path:
-    """Return the folder of a model, which is named by its folder or by its id on the hub.
+    """Return the folder of a model that is named by its folder or by its id on the hub.
 
-    The files of an id are downloaded into the hub's cache, and are its own there: a cached model needs no network.
+    The files of an id are downloaded into the hub's cache; this needs no network if they are
+    cached.
 
     Raises:
-        CommandError: there is neither; the message has what transformers says.
+        CommandError: there is no such folder or id; the message includes transformers' own.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -71,16 +75,16 @@ def folder_of(model: str | Path) -> Path:
     name = folder.as_posix()
     try:
         return _snapshot(name)
-    except Exception as error:  # of transformers, of the hub, or of the network below it
-        told = " ".join(str(error).split())
+    except Exception as error:  # from transformers, the hub's client or the network
+        message = " ".join(str(error).split())
         raise CommandError(
-            f"{name}: there is no such folder; as a model's id on the hub: {told}"
+            f"{name}: there is no such folder; as a model's id on the hub: {message}"
         ) from error
 
 
 @functools.cache
 def _snapshot(name: str) -> Path:
-    """Return the folder of a model in the hub's cache, the same one whenever this process asks."""
+    """Return the folder of a model in the hub's cache, the same one throughout this process."""
     from huggingface_hub import is_offline_mode, snapshot_download
     from transformers.utils.hub import cached_file
 
@@ -94,7 +98,7 @@ def _snapshot(name: str) -> Path:
 
 
 def shared_name(model: Path) -> Path:
-    """Return a model's name for processes on other machines: the absolute path of a folder, or the id on the hub.
+    """Return a model's name on other machines: an absolute path, or the id on the hub.
 
     Raises:
         CommandError: there is no such model here.
@@ -103,18 +107,28 @@ def shared_name(model: Path) -> Path:
 
 
 def load_tokenizer(model: Path) -> Any:
+    """Load a model's tokenizer.
+
+    Raises:
+        CommandError: it cannot be read.
+    """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder_of(model), local_files_only=True)
-    except Exception as error:  # libraries below raise kinds of their own for a torn file
+    except Exception as error:  # other libraries raise their own exceptions for a truncated file
         raise CommandError(f"{model}: its tokenizer cannot be read: {first_line(error)}") from error
 
 
 def load_config(model: Path) -> Any:
+    """Load a model's config.
+
+    Raises:
+        CommandError: it cannot be read.
+    """
     from transformers import AutoConfig
 
-    import fastgen.unilm
+    import fastgen.unilm  # noqa: F401  # registers UniLM's config
 
     try:
         return AutoConfig.from_pretrained(folder_of(model), local_files_only=True)
@@ -123,13 +137,15 @@ def load_config(model: Path) -> Any:
 
 
 def load_model(name: Path, device: str, dtype: str) -> Any:
-    """Load a model, ready to generate: an encoder-decoder, or a decoder-only model.
+    """Load a model for generation: an encoder-decoder or a decoder-only model.
 
     Args:
         name: its folder, or its id on the hub.
+        device: the device to put it on.
+        dtype: dtype of its weights, as torch names it.
 
     Raises:
-        CommandError: it cannot be loaded, its files lack weights, or a weight has a NaN or infinite number.
+        CommandError: it cannot be loaded, its files lack weights, or a weight is NaN or infinite.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
@@ -143,11 +159,10 @@ def load_model(name: Path, device: str, dtype: str) -> Any:
             output_loading_info=True,
         )
         model = found[0].to(device).eval()
-    except Exception as error:  # of a torn file, too little memory on the device ...
+    except Exception as error:  # a truncated file, too little memory on the device ...
         raise CommandError(f"{name}: the model cannot be loaded: {first_line(error)}") from error
-    parameters = dict(
-        model.named_parameters(remove_duplicate=False)
-    )  # a tied weight by all of its names
+    # Tied weights are listed under all of their names.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     _refuse(
         name,
         "its files lack",
@@ -160,7 +175,8 @@ def load_model(name: Path, device: str, dtype: str) -> Any:
 def _not_finite(model: Any) -> list[str]:
     """Return the names of parameters with a NaN or infinite number.
 
-    A sum shows them in one pass without a copy. One that overflows, as in fp16 it may, is looked at again.
+    A sum finds candidates in one pass without a copy. Since a sum may overflow, as in fp16, each
+    candidate is then checked in full.
     """
     import torch
 
@@ -176,7 +192,7 @@ def _not_finite(model: Any) -> list[str]:
 
 
 def _refuse(model: Path, problem: str, names: list[str]) -> None:
-    """Raise CommandError where a problem has the names of weights."""
+    """Raise CommandError if there are weights with a problem."""
     if names:
         many = f"{len(names)} weights" if len(names) > 1 else "1 weight"
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -184,4 +200,5 @@ def _refuse(model: Path, problem: str, names: list[str]) -> None:
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
     return str(error).strip().partition("\n")[0]

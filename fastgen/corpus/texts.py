@@ -1,7 +1,7 @@
-"""Texts in, texts out: tokens are made, `generate` runs on batches of like lengths, texts are made of what it wrote.
+"""Generation from texts: tokenize, run `generate` on batches of similar lengths, decode.
 
-The three stages are methods of their own, so that they can run beside each other on different texts. A text that
-cannot be generated is a `Problem` in its place and leaves the others as they are.
+The three stages are separate methods, so that they can run concurrently on different texts. A text
+that cannot be generated becomes a `Problem` in its place and does not affect the others.
 """
 
 from __future__ import annotations
@@ -27,28 +27,35 @@ OnTokens = Callable[[int, list[int]], object]
 
 _logger = logging.getLogger("fastgen")
 NO_TEXT = "there is no text"
-_UNLIMITED = 10**6  # a tokenizer's model_max_length above this stands for none
+_UNLIMITED = 10**6  # a tokenizer's model_max_length from here on means "no limit"
 
 
 @dataclass(frozen=True)
 class Options:
-    """What an output depends on, beside its text.
+    """Everything that an output depends on besides its text.
 
     Attributes:
         model: folder of the model and its tokenizer, or their id on the hub.
         generation: arguments of `generate`, JSON-ready.
-        dtype: the weights' type, as torch names it.
-        batch_tokens: tokens of a batch, padding counted.
-        max_source_tokens: a longer text is a problem, or is cut where `truncate`; None: what the tokenizer says.
+        device: device of the model; None for CUDA if available, else the CPU.
+        dtype: dtype of the weights, as torch names it.
+        threads: torch's CPU threads; None to leave them as they are.
+        batch_tokens: source tokens of a batch, padding included.
+        max_source_tokens: the most tokens of a source; None for the tokenizer's limit. A longer
+            text is a problem.
+        truncate: truncate longer texts instead.
         append_eos: end each source with the end token, for tokenizers that do not.
         prefix: text before each source, such as T5's task.
         forced_bos_token: the output's first token, by name.
-        source_lang, target_lang: languages, as tokenizers that know such name them (NLLB, mBART, M2M100).
-        targets: that each text has a first token of its own, named as a "language" or as a "token".
-        scores: whether outputs have them.
-        seed: of what is drawn where `generation` samples; each block draws from a state of its own.
-        special_tokens: leave special tokens in the output. clean_up: take spaces before punctuation out of it.
-        assistant: folder or id of a small model that drafts; `generation` has the options.
+        source_lang: language of the sources, as the tokenizer names it (NLLB, mBART, M2M100).
+        target_lang: language of the outputs, likewise.
+        targets: if set, each text has a first token of its own, named as a "language" or as a
+            "token".
+        scores: whether outputs have scores.
+        seed: random seed for sampling; each block draws from a state of its own.
+        special_tokens: keep special tokens in the output.
+        clean_up: remove spaces before punctuation from the output.
+        assistant: folder or id of a small model that drafts; its options are in `generation`.
     """
 
     model: Path
@@ -80,14 +87,16 @@ class Problem:
 
 
 class Blank(Problem):
-    """What a blank line of plain text is: no error, as its output is a blank line too."""
+    """A blank line of plain text. It is not an error: its output is a blank line too."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A text as a model takes it.
+    """Token ids of a text.
 
-    first: the token that its output begins with; None where it is that of all texts, or any.
+    Attributes:
+        ids: the token ids.
+        first: first token of the output; None if it is that of all texts, or not forced.
     """
 
     ids: list[int]
@@ -99,10 +108,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Output:
-    """What was written for a text: its sequences, the best first, and their tokens together, special ones aside.
+    """Generated texts for one source.
 
-    scores: of each sequence, where they were asked for; see `generate_stream`. at_limit: whether the best one ended
-    because it may not be longer.
+    Attributes:
+        texts: the sequences, the best first.
+        tokens: number of tokens in all sequences, without special ones.
+        scores: score of each sequence, if requested; see `generate_stream`.
+        at_limit: whether the best sequence reached its length limit.
     """
 
     texts: list[str]
@@ -112,7 +124,13 @@ class Output:
 
 
 class Sequences(NamedTuple):
-    """ids (N, L) int64, behind the start or the prompt; scores (N,), where asked for; at_limit: whether the best is."""
+    """Generated sequences for one source.
+
+    Attributes:
+        ids: (N, L) int64, without the start token or the prompt.
+        scores: (N,), if requested.
+        at_limit: whether the best sequence reached its length limit.
+    """
 
     ids: Tensor
     scores: Tensor | None
@@ -120,7 +138,10 @@ class Sequences(NamedTuple):
 
 
 def _is_of_the_machine(error: Exception, alone: bool) -> bool:
-    """Whether a device has failed, or memory was not enough for one text `alone`, which says nothing of a text."""
+    """Return whether the machine failed, so that the error says nothing about a text.
+
+    That is the case if a device has failed, or if memory ran out for a single text (`alone`).
+    """
     import torch
 
     from fastgen.models.memory.scratch import is_out_of_memory
@@ -130,14 +151,15 @@ def _is_of_the_machine(error: Exception, alone: bool) -> bool:
 
 
 class TextGenerator:
-    """A model and its tokenizer, which take texts.
+    """A model and its tokenizer, which generate from texts.
 
     Args:
-        serves: whether a text that alone takes more memory than there is has a problem, as others wait for theirs; else
-            it ends all.
+        options: the model and the options of generation.
+        serves: whether a single text that needs too much memory becomes a problem, since others
+            wait for theirs. If False, it raises.
 
     Raises:
-        CommandError: there is no such model, or it cannot be read, or an option does not fit it.
+        CommandError: there is no such model, it cannot be read, or an option does not fit it.
     """
 
     def __init__(self, options: Options, serves: bool = False) -> None:
@@ -154,29 +176,30 @@ class TextGenerator:
             self.generation |= self._assistant(options.assistant, device)
         self.limit = limit_of(self.model, self.generation)
         self._say_what_transformers_would_guess()
-        self._stream([])  # what is wrong with the options is said now
+        self._stream([])  # raises now if an option is invalid
         self._end = self.tokenizer.eos_token_id
         self._special = set(self.tokenizer.all_special_ids) - {self.tokenizer.unk_token_id}
         if options.append_eos and self._end is None:
             raise CommandError("--append-eos: the tokenizer has no end token")
 
     def __call__(self, texts: Sequence[str], targets: Sequence[str] = ()) -> list[Output | Problem]:
-        """The outputs of some texts, in their order; see `encode`."""
+        """Return the outputs of some texts, in order; see `encode`."""
         return self.decode(self.generate(self.encode(texts, targets)))
 
     def encode(self, texts: Sequence[str], targets: Sequence[str] = ()) -> list[Source | Problem]:
-        """The token ids of each text.
+        """Return the token ids of each text.
 
-        targets: the name of the first token of each output, where `Options.targets` says what they name.
+        Args:
+            texts: the texts.
+            targets: the name of each output's first token, if `Options.targets` is set.
         """
         limit = self.options.max_source_tokens
         if limit is None and self.tokenizer.model_max_length < _UNLIMITED:
             limit = int(self.tokenizer.model_max_length)
-        whole = [self.options.prefix + text for text in texts]
-        found = (
-            self.tokenizer(whole, verbose=False)["input_ids"] if texts else []
-        )  # of long ones the problem speaks
-        sources = [self._source(text, ids, limit) for text, ids in zip(texts, found, strict=True)]
+        prefixed = [self.options.prefix + text for text in texts]
+        # Not verbose: sources that are too long are reported as problems.
+        encoded = self.tokenizer(prefixed, verbose=False)["input_ids"] if texts else []
+        sources = [self._source(text, ids, limit) for text, ids in zip(texts, encoded, strict=True)]
         if self.options.targets is None:
             return sources
         first = {target: self._first_token(target) for target in set(targets)}
@@ -191,24 +214,24 @@ class TextGenerator:
         wanted: Wanted | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sequences | Problem]:
-        """The sequences of each source.
+        """Return the generated sequences of each source.
 
-        Where the model fails for some of them, each is tried alone.
+        If the model fails for several sources, each is generated alone.
 
         Args:
-            sources: all with a first token, or none.
-            wanted: whether somebody still waits for a source, by its place; see `generate_stream`.
-            on_tokens: called with the place of a source and tokens of its output, as they come, where the model does
-                not fail.
+            sources: the sources and problems. Either all sources have a first token, or none has.
+            wanted: returns whether the source with an index is still needed; see `generate_stream`.
+            on_tokens: called with the index of a source and new tokens of its output, as long as
+                the model does not fail.
         """
         places = [place for place, source in enumerate(sources) if isinstance(source, Source)]
         good = [source for source in sources if isinstance(source, Source)]
-        told = None if on_tokens is None else lambda i, tokens: on_tokens(places[i], tokens)
-        made = iter(self._generated(good, _at(wanted, places), told))
-        return [source if isinstance(source, Problem) else next(made) for source in sources]
+        report = None if on_tokens is None else lambda i, tokens: on_tokens(places[i], tokens)
+        generated = iter(self._generated(good, _at(wanted, places), report))
+        return [source if isinstance(source, Problem) else next(generated) for source in sources]
 
     def decode(self, found: Sequence[Sequences | Problem]) -> list[Output | Problem]:
-        """The texts of sequences."""
+        """Return the texts of sequences."""
         return [one if isinstance(one, Problem) else self._text(one) for one in found]
 
     def _set_first_tokens(self) -> None:
@@ -229,7 +252,10 @@ class TextGenerator:
             raise CommandError(f"targets={options.targets!r} must be 'language' or 'token'")
 
     def _assistant(self, model: Path, device: str) -> dict[str, Any]:
-        """What `generate` gets for a small model; the tokenizers are compared here, and it does not need them."""
+        """Return the arguments of `generate` for a small model.
+
+        The tokenizers are compared here, so `generate` does not need them.
+        """
         from fastgen.patches.transformers.bild.bild_call import options_of
 
         small = {"assistant_model": models.load_model(model, device, self.options.dtype)}
@@ -244,16 +270,16 @@ class TextGenerator:
         return small
 
     def _say_what_transformers_would_guess(self) -> None:
-        """What transformers would warn of at every call, though it does the same."""
+        """Set explicitly what transformers would otherwise infer, with a warning at every call."""
         config = self.model.generation_config
         if self.generation.get("max_new_tokens") is not None or self.limit.tokens is None:
             config.max_length = None
         if config.pad_token_id is None and "pad_token_id" not in self.generation and self.ends:
-            found = self._said("eos_token_id")
-            self.generation["pad_token_id"] = found[0] if isinstance(found, list) else found
+            eos = self._said("eos_token_id")
+            self.generation["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
 
     def _said(self, name: str) -> Any:
-        """An argument of `generate`, as given or of the model's generation config."""
+        """Return an argument of `generate`, from the options or the model's generation config."""
         return self.generation.get(name, getattr(self.model.generation_config, name, None))
 
     def _source(self, text: str, ids: list[int], limit: int | None) -> Source | Problem:
@@ -293,7 +319,7 @@ class TextGenerator:
                 raise CommandError(
                     f"{said} (texts: {len(sources)}, tokens of the longest: {longest})"
                 ) from error
-            if len(sources) == 1:  # what a model raises for one text is a problem of that text
+            if len(sources) == 1:  # the text itself makes the model fail
                 return [Problem(said)]
             _logger.warning("%d texts one by one, after %s", len(sources), said)
         return [self._generated([source], _at(wanted, [i]))[0] for i, source in enumerate(sources)]
@@ -305,9 +331,8 @@ class TextGenerator:
 
         start = 1 if self.model.config.is_encoder_decoder else 0
         ends = torch.tensor(sorted(self.ends), dtype=torch.int64, device="cpu")
-        forced = (
-            self._said("forced_eos_token_id") is not None
-        )  # as the last token that there may be
+        # A forced end token is the last token of a text that reaches its limit.
+        forced = self._said("forced_eos_token_id") is not None
         limits = {self.limit.of(len(source)) for source in sources}
         for source, found in zip(sources, self._stream(sources, wanted, on_tokens), strict=True):
             ids, scores = found if self.options.scores else (found, None)
@@ -328,15 +353,16 @@ class TextGenerator:
             )
         try:
             return fastgen.generate_stream(
-                self.model, [source.ids for source in sources], max_tokens=self.options.batch_tokens,
-                window=max(1, len(sources)), scores=self.options.scores, wanted=wanted, on_tokens=on_tokens,
+                self.model, [source.ids for source in sources],
+                max_tokens=self.options.batch_tokens, window=max(1, len(sources)),
+                scores=self.options.scores, wanted=wanted, on_tokens=on_tokens,
                 **{**self.generation, **own},
             )  # fmt: skip
         except (TypeError, ValueError) as error:
             raise CommandError(models.first_line(error)) from error
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of some tokens, as it stands within an output."""
+        """Return the text of some tokens, not stripped."""
         return self.tokenizer.decode(
             ids, skip_special_tokens=not self.options.special_tokens,
             clean_up_tokenization_spaces=self.options.clean_up or None,
@@ -345,8 +371,8 @@ class TextGenerator:
     @property
     def ends(self) -> frozenset[int]:
         """The tokens that end a text."""
-        found = self._said("eos_token_id")
-        return frozenset(found if isinstance(found, list) else [] if found is None else [found])
+        eos = self._said("eos_token_id")
+        return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
     def _text(self, sequences: Sequences) -> Output:
         import torch
@@ -361,14 +387,14 @@ class TextGenerator:
 
 
 def _beginning(source: Source | Problem, first: int | Problem) -> Source | Problem:
-    """The source whose output has this first token; or the problem that there is, the source's before the token's."""
+    """Return the source with its first token; else the problem of the source or of the token."""
     if isinstance(source, Problem):
         return source
     return first if isinstance(first, Problem) else replace(source, first=first)
 
 
 def _at(wanted: Wanted | None, places: Sequence[int]) -> Wanted | None:
-    """The same for some sources among others."""
+    """Restrict `wanted` to the sources at some indices."""
     return None if wanted is None else lambda i: wanted(places[i])
 
 

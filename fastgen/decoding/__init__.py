@@ -1,1 +1,4 @@
-"""The engine, written once for every toolkit: beam state and finishing rules, the shared cache, edits of the scores."""
+"""The toolkit-independent decoding engine.
+
+It holds the decode loop, the searches, the KV cache, logits transforms and batching.
+"""

@@ -1,4 +1,4 @@
-"""The decode loop: a model makes decode steps and a search selects tokens, until the search is over."""
+"""The decode loop: a model runs decode steps and a search selects tokens until the search ends."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
@@ -10,44 +10,52 @@ from fastgen.decoding.backends.native_first_finished import NativeFirstFinished
 from fastgen.decoding.backends.native_sampling import NativeSampling
 from fastgen.decoding.logits.transforms import Text
 
-_Made = TypeVar("_Made")  # what a step returns: logits, or a prediction that a search makes them of
+# The output of a decode step: logits, or a prediction from which the search computes them.
+_Made = TypeVar("_Made")
 _Made_co = TypeVar("_Made_co", covariant=True)
 _Made_contra = TypeVar("_Made_contra", contravariant=True)
 
 
 class Search(Protocol[_Made_contra]):
-    """A search that has begun: beam search, sampling, or another."""
+    """A running search, such as beam search or sampling."""
 
     @property
     def text(self) -> Text: ...
     @property
     def present(self) -> int:
-        """Sentences that are still in the batch."""
+        """Number of sentences that are still in the batch."""
         ...
 
     def advance(self, model: Any, made: _Made_contra, /) -> bool:
-        """Select the next tokens from what a decode step returned; False when the search is over."""
+        """Select the next tokens from the output of a decode step.
+
+        Returns:
+            False when the search is over.
+        """
         ...
 
 
 class Stepper(Protocol[_Made_co]):
-    """What runs a model's decode steps."""
+    """An object that runs the decode steps of a model."""
 
     def step(self, ids: Tensor) -> _Made_co:
-        """Run the newest token of ids (R, L)."""
+        """Run one decode step on the newest token of each row of ids, (R, L) int64."""
         ...
 
 
 class DecodeBackend(Protocol):
-    """How the decode steps of one search run."""
+    """A way to run the decode steps of one search."""
 
     def advance(self) -> bool:
-        """Run one decode step, or several; return whether the search goes on."""
+        """Run one or more decode steps; return whether the search continues."""
         ...
 
 
 class Eager:
-    """One decode step per call; Python selects the tokens. A captured step is replayed by the model itself."""
+    """A backend that runs one decode step per call and selects tokens in Python.
+
+    The model itself replays a step that is captured as a CUDA graph.
+    """
 
     def __init__(self, search: Search[Any], model: Stepper[Any]) -> None:
         self._search, self._model = search, model
@@ -57,11 +65,11 @@ class Eager:
 
 
 NATIVE = (NativeBeamSearch, NativeSampling, NativeFirstFinished)
-"""Backends that run many steps in C per call, token selection included."""
+"""Backends that run many decode steps in C per call, token selection included."""
 
 
 def backend_of(search: Search[Any], model: Stepper[Any]) -> DecodeBackend:
-    """Return the backend of a search: the native one that supports it, else `Eager`."""
+    """Return the first native backend that supports the search, or `Eager`."""
     native = next((kind for kind in NATIVE if kind.supports(search, model)), None)
     return Eager(search, model) if native is None else native(cast(Any, search), cast(Any, model))
 
@@ -73,14 +81,17 @@ def _never() -> bool:
 def decode(
     search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callable[[], bool] = _never
 ) -> bool:
-    """Decode until the search is over, or until `pause` asks to stop after a step; return whether it is over.
+    """Run the decode loop until the search ends or `pause` requests a suspend.
 
     Args:
-        made: what the model returned for the prompt; it is freed after the first selection.
+        made: Output of the prefill. It is freed after the first token selection.
+        pause: Polled before every call of the backend; True suspends the loop.
+    Returns:
+        Whether the search is over; False if it was suspended.
     """
     backend = backend_of(search, model)
     going = search.advance(model, made)
-    made = cast(Any, None)  # so that no two steps' logits are in memory at once
+    made = cast(Any, None)  # Keeps the logits of only one step in memory.
     while going:
         if pause():
             return False

@@ -1,12 +1,15 @@
-"""What a call will run: decided once, before anything has happened."""
+"""The execution plan of a generation call, fixed before the call has any effect."""
 
 from dataclasses import dataclass
 
 
 class Unsupported(Exception):
-    """A call cannot be accelerated; the reason is counted, and the toolkit's own code runs.
+    """A call cannot be accelerated, so the toolkit's own code runs and the reason is counted.
 
-    Raised before the call has had any effect.
+    It is raised before the call has had any effect.
+
+    Attributes:
+        reason: The fallback reason.
     """
 
     def __init__(self, reason: str) -> None:
@@ -16,19 +19,24 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call runs.
+    """The optimizations that a generation call uses.
 
     Attributes:
-        method: "beam search", "beam sampling", "greedy search" or "sampling"; or one that transformers 5 has taken out,
-            "diverse beam search", "constrained beam search" or "contrastive search".
-        sentences, beams: B and M, where M counts the rows of a sentence: beams, sequences to sample, or candidates.
-        shared: whether keys and values are in fastgen's cache, where the rows of a sentence share those of the prompt
-            and of the encoder's output; else every row has its own in the toolkit's cache, if there is one at all.
-        fused: whether decode steps are made from the model's weights; else its own modules make them.
-        graphs: whether they are captured as CUDA graphs, and replayed.
-        drop: whether finished sentences leave the batch.
-        left_off: what does not run, each with its reason.
-        not_in_c: why fused decode steps on a CPU run as torch operations and not in C; empty where they do.
+        method: "beam search", "beam sampling", "greedy search" or "sampling"; or one of the methods
+            that transformers 5 removed: "diverse beam search", "constrained beam search" or
+            "contrastive search".
+        sentences: Batch size B.
+        beams: Rows per sentence M: beams, sequences to sample, or candidates.
+        shared: Whether fastgen's KV cache is used, in which the rows of a sentence share the keys
+            and values of the prompt and of the encoder output. Otherwise every row has its own in
+            the toolkit's cache, if there is one.
+        drop: Whether finished sentences leave the batch.
+        fused: Whether decode steps run as a fused pipeline over the model's weights instead of
+            through its modules.
+        graphs: Whether decode steps are captured as CUDA graphs and replayed.
+        left_off: Features that are disabled for this call, each with its reason.
+        not_in_c: Why fused decode steps on a CPU run as torch operations instead of in C; empty
+            if they run in C.
     """
 
     method: str
@@ -47,14 +55,17 @@ class Plan:
 
     @property
     def missing(self) -> list[str]:
-        """Return what costs most of the gain, with the reasons; what would not pay is not missing."""
-        found = [
+        """The disabled features that cost most of the speedup, with their reasons.
+
+        Features that are disabled because they do not pay are left out.
+        """
+        costly = [
             note
             for note in self.left_off
             if note.startswith(_COSTLY) and "does not pay" not in note
         ]
         return [
-            *found,
+            *costly,
             *([f"decode steps run in torch, not in C: {self.not_in_c}"] if self.not_in_c else []),
         ]
 

@@ -1,1 +1,1 @@
-"""How one decode step of a model runs: the toolkit's own modules, with attention and linear layers routed to ops."""
+"""Model execution: routed modules, fused decode steps and encoders, CUDA graphs, and memory."""

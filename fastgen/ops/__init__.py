@@ -1,1 +1,4 @@
-"""Pure tensor functions: a reference, a fast path and the choice between them. No state, no toolkit, no model."""
+"""Pure tensor functions: a reference, a fast path and the dispatch between them.
+
+This package keeps no state and knows no toolkit or model.
+"""

@@ -1,8 +1,8 @@
-"""Activation functions: in the memory of their input, and fused with what is beside them.
+"""Activation functions: in place, and fused with bias and gate.
 
-After a linear layer nobody else reads the layer's output, so that it need not be kept: for a long prompt or source that
-saves a pass over fresh memory, which the system hands out page by page (44 ms for 2,048 x 4,096 fp32 where 2.5 ms of
-arithmetic are to be done, on a virtual machine of two cores).
+The output of a linear layer has no other consumer, so the activation can overwrite it. For a long
+prompt or source this saves a pass over fresh memory, which the operating system maps page by page
+(2,048 x 4,096 fp32 took 44 ms for 2.5 ms of arithmetic, on a virtual machine with two cores).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ BLOCK = 1024
 """Values per program of the kernel."""
 
 FEW = 16 * 1024
-"""Values up to which, on a CPU, torch's own gelu is faster than oneDNN's."""
+"""Largest number of values for which torch's own gelu is faster than oneDNN's on a CPU."""
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -35,8 +35,12 @@ def activation_reference(x: Tensor, kind: str) -> Tensor:
 def activation_(x: Tensor, kind: str, exactly: bool = True) -> Tensor:
     """Replace x by the activation function `kind` of it and return it.
 
-    exactly: equal to `activation_reference` bit by bit. Else gelu of `FEW` values on a CPU differs by rounding: torch
-        leaves it to oneDNN, which takes 11 us for 1,280 values; those that do not lie in order take it 5 us itself.
+    Args:
+        x: floating point, any shape. Modified in place.
+        kind: gelu, gelu_tanh, relu or silu.
+        exactly: if True, the result equals `activation_reference` bit by bit. If False, gelu of up
+            to `FEW` contiguous fp32 values on a CPU may differ by rounding: torch passes contiguous
+            inputs to oneDNN (11 us for 1,280 values) but computes strided ones itself (5 us).
     """
     if kind == "relu":
         return torch.relu_(x)
@@ -51,8 +55,8 @@ def activation_(x: Tensor, kind: str, exactly: bool = True) -> Tensor:
         and x.device.type == "cpu"
     )
     if few and x.dtype == torch.float32 and x.is_contiguous():
-        crossed = x.view(-1, 2).t()
-        torch.ops.aten.gelu.out(crossed, approximate=approximate, out=crossed)
+        strided = x.view(-1, 2).t()
+        torch.ops.aten.gelu.out(strided, approximate=approximate, out=strided)
         return x
     return torch.ops.aten.gelu.out(x, approximate=approximate, out=x)
 
@@ -60,12 +64,12 @@ def activation_(x: Tensor, kind: str, exactly: bool = True) -> Tensor:
 def fused_activation_reference(
     x: Tensor, kind: str, bias: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
-    """Return the activation function `kind` of x + bias, times gate.
+    """Return activation(x + bias) * gate.
 
     Args:
         x: (..., D) floating point. Not modified.
         kind: gelu, gelu_tanh, relu or silu.
-        bias: (D,), that of the linear layer before, or None.
+        bias: (D,), the bias of the preceding linear layer, or None.
         gate: (..., D) of x's shape, for gated feed-forward layers (Shazeer 2020), or None.
     Returns:
         (..., D) in x's dtype.
@@ -77,39 +81,46 @@ def fused_activation_reference(
 def fused_activation(
     x: Tensor, kind: str, bias: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
-    """Return the activation function `kind` of x + bias, times gate; arguments as `fused_activation_reference`.
+    """Return activation(x + bias) * gate; arguments as `fused_activation_reference`.
 
     Traffic: one read of x and gate, one write. Source: Wang et al. 2021 (LightSeq), section 2.1.
 
     Raises:
-        ValueError: an unknown kind, or shapes that do not fit; the message holds them.
+        ValueError: the kind is unknown, or the shapes do not fit; the message holds them.
     """
     if kind not in FUNCTIONS:
         raise ValueError(f"kind = {kind!r} is none of {', '.join(FUNCTIONS)}")
     d = x.shape[-1] if x.dim() else 0
     if (bias is not None and bias.shape != (d,)) or (gate is not None and gate.shape != x.shape):
-        given = {"bias": bias, "gate": gate}
+        operands = {"bias": bias, "gate": gate}
         shapes = ", ".join(
-            f"{name} {tuple(tensor.shape)}" for name, tensor in given.items() if tensor is not None
+            f"{name} {tuple(tensor.shape)}"
+            for name, tensor in operands.items()
+            if tensor is not None
         )
         raise ValueError(f"{shapes} do not fit x {tuple(x.shape)}")
-    able = lambda: (
+    able = lambda: (  # noqa: E731
         x.dtype != torch.float64 and all(t is None or t.is_contiguous() for t in (x, bias, gate))
     )
     if not use_triton("activation", able, x, bias, gate):
         return fused_activation_reference(x, kind, bias, gate)
     y = torch.empty_like(x)
     launch(
-        _activation_kernel, (cdiv(x.numel(), BLOCK),), x, x if bias is None else bias, x if gate is None else gate, y,
-        x.numel(), d, KIND=kind, BIAS=bias is not None, GATE=gate is not None, BLOCK=BLOCK,
+        _activation_kernel, (cdiv(x.numel(), BLOCK),), x, x if bias is None else bias,
+        x if gate is None else gate, y, x.numel(), d, KIND=kind, BIAS=bias is not None,
+        GATE=gate is not None, BLOCK=BLOCK,
     )  # fmt: skip
     return y
 
 
 def kind_of(function: Callable[[Tensor], Tensor]) -> str | None:
-    """Say which activation function a function is, by its values; None when it is none of them.
+    """Identify an activation function by its values.
 
-    Forms that differ by rounding alone, such as the tanh approximation of gelu written in Python, count as the same.
+    Forms that differ by rounding alone, such as the tanh approximation of gelu written in Python,
+    count as the same function.
+
+    Returns:
+        gelu, gelu_tanh, relu or silu; None if the function is none of them.
     """
     probe = torch.cat(
         [
@@ -135,18 +146,18 @@ def kind_of(function: Callable[[Tensor], Tensor]) -> str | None:
 
 @jit("count")
 def _activation_kernel(
-    x_ptr, bias_ptr, gate_ptr, y_ptr, count, dims, KIND: constexpr, BIAS: constexpr, GATE: constexpr,
-    BLOCK: constexpr,
+    x_ptr, bias_ptr, gate_ptr, y_ptr, count, dims, KIND: constexpr, BIAS: constexpr,
+    GATE: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    x = tl.load(x_ptr + at, mask=inside, other=0.0)
-    narrow = x.dtype
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < count
+    x = tl.load(x_ptr + offset, mask=inside, other=0.0)
+    dtype = x.dtype
     x = x.to(tl.float32)
     if BIAS:
         x = (
-            (x + tl.load(bias_ptr + at % dims, mask=inside, other=0.0).to(tl.float32))
-            .to(narrow)
+            (x + tl.load(bias_ptr + offset % dims, mask=inside, other=0.0).to(tl.float32))
+            .to(dtype)
             .to(tl.float32)
         )
     if KIND == "relu":
@@ -156,11 +167,10 @@ def _activation_kernel(
     elif KIND == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
-        y = x * tl.sigmoid(
-            2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        )  # 0.5 * (1 + tanh(z)) = sigmoid(2z)
+        # 0.5 * (1 + tanh(z)) = sigmoid(2z)
+        y = x * tl.sigmoid(2.0 * 0.7978845608028654 * (x + 0.044715 * x * x * x))
     if GATE:
-        y = y.to(narrow).to(tl.float32) * tl.load(gate_ptr + at, mask=inside, other=0.0).to(
+        y = y.to(dtype).to(tl.float32) * tl.load(gate_ptr + offset, mask=inside, other=0.0).to(
             tl.float32
         )
-    tl.store(y_ptr + at, y.to(narrow), mask=inside)
+    tl.store(y_ptr + offset, y.to(dtype), mask=inside)

@@ -1,9 +1,15 @@
-"""How often operations ran, by path. Nothing is imported here, so that a report costs nothing."""
+"""Call and launch counters of the operations.
+
+The module imports nothing of the package, so a report can read it at no cost.
+"""
 
 from collections import Counter
 
 calls: Counter[tuple[str, str]] = Counter()
-"""Calls by operation and path (triton, native or reference), of the operations that have a kernel or are in C."""
+"""Calls by (operation, path) of the operations that have a Triton kernel or a C implementation.
+
+The path is triton, native or reference.
+"""
 
 launches: Counter[str] = Counter()
-"""Launches by the kernel's name; the tests read it to see which branch ran."""
+"""Launches by kernel name; tests read it to see which branch ran."""

@@ -1,10 +1,14 @@
-"""Which implementation of an operation runs: Triton's kernel, C, or the reference in torch, and how often each did.
+"""Dispatch of an operation to a Triton kernel, C or the torch reference, with call counts.
 
-On a CUDA device with Triton installed the kernel runs; on a CPU, in fp32, what is written in C (`ops.native`), where it
-is; elsewhere the reference, which is written for speed too. FASTGEN_OPS=reference asks for the reference everywhere,
-FASTGEN_OPS=native for C on every processor, FASTGEN_OPS=triton for kernels, on a CPU too under Triton's interpreter
-(TRITON_INTERPRET=1). This module is the only one that imports Triton: where it is missing, or torch is
-built for CPUs alone, kernels are plain functions that nobody calls.
+On a CUDA device with Triton installed, the Triton kernel runs. On a CPU, fp32 operations run in C
+(`ops.native`) where a C implementation exists. Everything else runs the reference, which is
+optimised too.
+
+FASTGEN_OPS selects a backend: reference everywhere; native for C on every processor; triton for
+kernels, on a CPU too under Triton's interpreter (TRITON_INTERPRET=1).
+
+No other module imports Triton. If Triton is missing, or torch is built for CPUs alone, kernels are
+plain functions that are never called.
 """
 
 import contextlib
@@ -23,7 +27,10 @@ from fastgen.ops.counts import calls, launches
 from fastgen.ops.torch_private import is_observed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run as numpy on the CPU; Triton reads the variable when a kernel is declared."""
+"""Whether kernels run as numpy on the CPU.
+
+Triton reads the variable when a kernel is declared.
+"""
 
 triton: Any = None
 tl: Any = None
@@ -45,8 +52,10 @@ else:
 def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:
     """Declare a kernel.
 
-    varying: names of its integers that are compiled for no value: Triton compiles a kernel anew for a 1 and for a
-        multiple of 16 in place of another number, which pays for strides and for what ends an aligned load alone.
+    Args:
+        varying: names of integer arguments that Triton must not specialise. Triton compiles
+            separate kernels for integers that are 1 or a multiple of 16. This pays only for strides
+            and for the bounds of aligned loads.
     """
     return lambda kernel: (
         kernel if triton is None else triton.jit(kernel, do_not_specialize=list(varying))
@@ -65,16 +74,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 
 
 MOST_COUNTED = 4096
-"""Groups of programs of one launch that count how many of them have ended."""
+"""Largest number of program groups in one launch that count their finished programs."""
 
 _counted = threading.local()
 _of_stream: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counters(device: torch.device, groups: int) -> Tensor:
-    """Return (groups,) int32 zeros, which a launch has to leave so: for kernels that run one behind the other.
+    """Return (groups,) int32 zeros, which a launch must leave zeroed.
 
-    Those of a stream do, and those of the graphs of one place (`counting_in`).
+    Launches that share counters must run one after the other. Launches on one stream do, so each
+    stream has its own counters. A CUDA graph uses those of `counting_in`.
     """
     assert groups <= MOST_COUNTED, groups
     held: Tensor | None = getattr(_counted, "held", None)
@@ -87,51 +97,61 @@ def counters(device: torch.device, groups: int) -> Tensor:
 
 
 def new_counters(device: torch.device) -> Tensor:
-    """Zeros that `counters` may give."""
+    """Allocate zeros that `counters` can return."""
     return torch.zeros(MOST_COUNTED, dtype=torch.int32, device=device)
 
 
 @contextlib.contextmanager
 def counting_in(held: Tensor) -> Iterator[None]:
-    """Have `counters` give memory of a graph's own, as it may run beside others of its stream."""
-    before, _counted.held = getattr(_counted, "held", None), held
+    """Let `counters` return `held`, memory of a graph's own.
+
+    A graph needs its own counters because it may run concurrently with others captured on its
+    stream.
+    """
+    previous, _counted.held = getattr(_counted, "held", None), held
     try:
         yield
     finally:
-        _counted.held = before
+        _counted.held = previous
 
 
 def runs_kernels(tensor: Tensor) -> bool:
-    """Say whether kernels run on the device of a tensor, for shapes that they cover.
+    """Return whether Triton kernels run on the device of a tensor, for shapes that they cover.
 
     Raises:
-        RuntimeError: FASTGEN_OPS=triton and there are no kernels.
+        RuntimeError: FASTGEN_OPS=triton, but no kernels are available.
     """
-    wanted = config.settings().ops
+    requested = config.settings().ops
     if triton is None:
-        if wanted == "triton":
+        if requested == "triton":
             raise RuntimeError(
-                "FASTGEN_OPS=triton, but there are no kernels here: Triton is not installed (`pip install triton`), or "
-                "torch is built for CPUs and TRITON_INTERPRET=1 is not set"
+                "FASTGEN_OPS=triton, but there are no kernels here: Triton is not installed "
+                "(`pip install triton`), or torch is built for CPUs and TRITON_INTERPRET=1 is not "
+                "set"
             )
         return False
     kind = tensor.device.type
     return (
-        INTERPRETED and wanted == "triton"
+        INTERPRETED and requested == "triton"
         if kind == "cpu"
-        else kind == "cuda" and wanted != "reference"
+        else kind == "cuda" and requested != "reference"
     )
 
 
 def use_triton(
     operation: str, able: Callable[[], bool], tensor: Tensor, *others: Tensor | None
 ) -> bool:
-    """Decide whether `operation`, of which there is nothing in C, runs its kernel on these tensors, and count it.
+    """Decide whether `operation` runs its Triton kernel on these tensors, and count the call.
+
+    For operations without a C implementation.
 
     Args:
-        able: asked, where kernels run at all, whether they cover these shapes and dtypes.
+        operation: the name that the call is counted under.
+        able: whether the kernel covers these shapes and dtypes; called only where kernels run.
+        tensor: decides on the device; an empty tensor runs the reference.
+        others: must be on the same device, or None.
     Raises:
-        RuntimeError: FASTGEN_OPS=triton and there are no kernels.
+        RuntimeError: FASTGEN_OPS=triton, but no kernels are available.
     """
     return chosen(operation, able, never, tensor, *others) is TRITON
 
@@ -143,45 +163,55 @@ def chosen(
     tensor: Tensor,
     *others: Tensor | None,
 ) -> "native.Library | str":
-    """Decide what runs `operation` on these tensors, and count it: `TRITON`, `REFERENCE`, or a library in C.
+    """Decide which backend runs `operation` on these tensors, and count the call.
 
     Args:
-        able: asked, where kernels run, whether they cover these shapes and dtypes.
-        able_in_c: asked, where there is such a library, whether it does, and whether the tensors are `plain`.
+        operation: the name that the call is counted under.
+        able: whether the kernel covers these shapes and dtypes; called only where kernels run.
+        able_in_c: whether the C implementation covers these shapes and dtypes, and whether the
+            tensors are `plain`; called only where a library is loaded.
+        tensor: decides on the device; an empty tensor runs the reference.
+        others: must be on the same device for the kernel to run, or None.
+    Returns:
+        `TRITON`, `REFERENCE`, or the C library.
     Raises:
-        RuntimeError: FASTGEN_OPS=triton and there are no kernels, or FASTGEN_OPS=native and there is no library.
+        RuntimeError: FASTGEN_OPS=triton, but no kernels are available; or FASTGEN_OPS=native, but
+            no library is available.
     """
-    found: native.Library | str = REFERENCE
+    backend: native.Library | str = REFERENCE
     if tensor.numel() > 0:
         if runs_kernels(tensor) and all(
             other is None or other.device == tensor.device for other in others
         ):
-            found = TRITON if able() else REFERENCE
-        elif able_in_c is not never and (by := native.library()) is not None:
-            found = by if _in_the_open() and able_in_c() else REFERENCE
-    calls[operation, found if isinstance(found, str) else "native"] += 1
-    return found
+            backend = TRITON if able() else REFERENCE
+        elif able_in_c is not never and (library := native.library()) is not None:
+            backend = library if _in_the_open() and able_in_c() else REFERENCE
+    calls[operation, backend if isinstance(backend, str) else "native"] += 1
+    return backend
 
 
 def in_c(found: "native.Library | str") -> TypeGuard["native.Library"]:
-    """Whether `chosen` has found a library."""
+    """Return whether the result of `chosen` is a C library."""
     return not isinstance(found, str)
 
 
 def never() -> bool:
-    """For `chosen`: there is no kernel, or nothing in C."""
+    """Return False: the argument of `chosen` for an operation without a kernel or without C."""
     return False
 
 
 def _in_the_open() -> bool:
-    """Whether nobody records, transforms or replaces what is computed with tensors."""
+    """Whether no tracing, function transform, dispatch mode or autocast is active."""
     return not (torch.compiler.is_compiling() or is_observed() or torch.is_autocast_enabled("cpu"))
 
 
 def in_memory(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether tensors are memory of a CPU that C can read; numbers of no gradient, as indices are.
+    """Return whether all tensors are CPU memory that C can read and carry no gradient.
 
-    dtype: which all of them have; None for any.
+    Meant for indices and masks.
+
+    Args:
+        dtype: the dtype that all must have; None for any.
     """
     return all(
         type(tensor) is Tensor
@@ -194,7 +224,10 @@ def in_memory(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 
 def plain(*tensors: Tensor | None) -> bool:
-    """Whether tensors are memory of a CPU that C can read, in fp32, and no gradient is asked for."""
+    """Return whether all tensors are fp32 CPU memory that C can read, with no gradient requested.
+
+    None counts as readable.
+    """
     graph = torch.is_grad_enabled()
     for tensor in tensors:
         if tensor is not None and (

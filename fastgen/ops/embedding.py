@@ -1,6 +1,7 @@
-"""What a decoder reads of its tokens: their embeddings, scaled, and that of their position.
+"""The input of a decoder: scaled token embeddings plus position embeddings.
 
-Source: Wang et al. 2021 (LightSeq), section 2.1: one operation for all that stands between two matrix products.
+Source: Wang et al. 2021 (LightSeq), section 2.1: one operation for all that stands between two
+matrix products.
 """
 
 import torch
@@ -18,12 +19,16 @@ def embedding_reference(
     position: Tensor | None = None,
     padding: tuple[int, Tensor] | None = None,
 ) -> Tensor:
-    """Return (R, C): rows of `tokens` times `scale`, plus that of a position.
+    """Return rows of `tokens` times `scale`, plus a position's row.
 
     Args:
-        ids: (R,) int64, below V. tokens: (V, C).
-        position: (C,), of all rows, or (R, C); None for none.
-        padding: a token that has another one wherever it stands, (C,) or (R, C).
+        ids: (R,) int64, below V.
+        tokens: (V, C).
+        scale: the factor of the token embeddings.
+        position: (C,), the same for all rows, or (R, C); None to add nothing.
+        padding: (id, row): the row (C,) or (R, C) that replaces `position` for this token id.
+    Returns:
+        (R, C).
     """
     x = F.embedding(ids, tokens)
     if scale != 1.0:
@@ -32,7 +37,10 @@ def embedding_reference(
 
 
 def rows_of_positions(ids: Tensor, position: Tensor, padding: tuple[int, Tensor] | None) -> Tensor:
-    """The row of each id's position, (C,) or (R, C); arguments as `embedding_reference`."""
+    """Return the position's row of each id, (C,) or (R, C).
+
+    Arguments as `embedding_reference`.
+    """
     return (
         position
         if padding is None
@@ -47,17 +55,17 @@ def embedding(
     position: Tensor | None = None,
     padding: tuple[int, Tensor] | None = None,
 ) -> Tensor:
-    """Return what `embedding_reference` does, for the same arguments.
+    """Return the result of `embedding_reference`, for the same arguments.
 
     Raises:
-        IndexError: an id that is no row of `tokens`, from torch.
+        IndexError: an id is not a row of `tokens`; raised by torch.
     """
     token, other = (-1, None) if padding is None else padding
-    by = chosen("embedding", never, lambda: _covered_in_c(ids, tokens, position, other), ids)
-    if in_c(by):
-        made = native.embedding(by, ids, tokens, scale, position, token, other)
-        if made is not None:
-            return made
+    backend = chosen("embedding", never, lambda: _covered_in_c(ids, tokens, position, other), ids)
+    if in_c(backend):
+        out = native.embedding(backend, ids, tokens, scale, position, token, other)
+        if out is not None:
+            return out
     return embedding_reference(ids, tokens, scale, position, padding)
 
 

@@ -1,7 +1,8 @@
-"""Rotary positions, and on a device the newest keys and values written to their slots in the same launch.
+"""Rotary position embedding, fused on a device with writing keys and values to their KV slots.
 
-By torch's operators a step turns queries and keys in ten launches a layer, and writes the slots in one more. One kernel
-reads queries, keys and values once, returns the turned queries and writes the rest to where it stays.
+With torch's operators a decode step needs ten launches per layer to rotate queries and keys, and
+one more to write the slots. One kernel reads queries, keys and values once, returns the rotated
+queries and writes keys and values to their slots.
 
 Source: Su et al. 2021 (RoFormer), section 3.4.2.
 """
@@ -18,11 +19,13 @@ _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Rotation(NamedTuple):
-    """Of the first E numbers of each head.
+    """Rotary angles of the first E dimensions of each head.
 
     Attributes:
-        cosine, sine: (1 or R, 1, E), of the queries' dtype or fp32, in which the products are then made.
-        neighbours: whether a pair that is turned together stands side by side, and not E / 2 apart.
+        cosine: (1 or R, 1, E), of the queries' dtype, or of fp32 to compute the products in fp32.
+        sine: as `cosine`.
+        neighbours: whether the two dimensions of a rotated pair are adjacent, instead of E / 2
+            apart.
     """
 
     cosine: Tensor
@@ -31,16 +34,16 @@ class Rotation(NamedTuple):
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """Return x (R, H, D) turned."""
+    """Return x (R, H, D) with the rotation applied."""
     cosine, sine, neighbours = rotation
-    turned, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
+    rotary, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
     if neighbours:
-        crossed = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
+        swapped = torch.stack([-rotary[..., 1::2], rotary[..., ::2]], -1).flatten(-2)
     else:
-        first, second = turned.chunk(2, -1)
-        crossed = torch.cat([-second, first], -1)
-    turned = (turned * cosine + crossed * sine).to(x.dtype)  # OLMo 2 turns in fp32
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+        first, second = rotary.chunk(2, -1)
+        swapped = torch.cat([-second, first], -1)
+    rotary = (rotary * cosine + swapped * sine).to(x.dtype)  # OLMo 2 rotates in fp32
+    return torch.cat([rotary, rest], -1) if rest.shape[-1] else rotary
 
 
 def turn_into_slots_(
@@ -52,21 +55,27 @@ def turn_into_slots_(
     values: Tensor,
     start: int | Tensor,
 ) -> Tensor:
-    """Write the newest tokens' turned keys, and their values, to their slots; return the turned queries (R, H, D).
+    """Write the newest tokens' rotated keys, and their values, to their KV slots.
 
     Args:
-        query: (R, H, D), key, value: (R, Hkv, D), of R = B * M rows; the last dimension is contiguous.
-        keys, values: (B, Hkv, N, D), where they are written, as `ops.cache.write_slots_` has it.
-        start: the first of the M slots of each sentence; (1,) int64 where only the device knows.
+        query: (R, H, D), R = B * M; the last dimension is contiguous.
+        key: (R, Hkv, D), the last dimension contiguous.
+        value: (R, Hkv, D), the last dimension contiguous.
+        rotation: the angles for queries and keys.
+        keys: (B, Hkv, N, D), the buffer of keys, as in `ops.cache.write_slots_`.
+        values: (B, Hkv, N, D), the buffer of values.
+        start: the first of the M slots of each sentence; (1,) int64 if only the device knows it.
+    Returns:
+        The rotated queries, (R, H, D).
     Raises:
-        ValueError: on shapes that do not fit; the message holds them.
+        ValueError: the shapes do not fit; the message holds them.
     """
     (rows, heads, dims), (b, kv_heads, _, d) = query.shape, keys.shape
     fits = key.shape == value.shape == (rows, kv_heads, d) and dims == d and b > 0 and rows % b == 0
     if not fits:
         raise ValueError(
-            f"query {tuple(query.shape)} (R, H, D), key {tuple(key.shape)} and value {tuple(value.shape)} (R, Hkv, D) "
-            f"do not fit {tuple(keys.shape)} (B, Hkv, N, D)"
+            f"query {tuple(query.shape)} (R, H, D), key {tuple(key.shape)} and value "
+            f"{tuple(value.shape)} (R, Hkv, D) do not fit {tuple(keys.shape)} (B, Hkv, N, D)"
         )
     if not use_triton(
         "rotation",
@@ -82,10 +91,11 @@ def turn_into_slots_(
     cosine, sine, neighbours = rotation
     out = query.new_empty(query.shape)
     launch(
-        _turn_kernel, (rows, heads + 2 * kv_heads), query, key, value, cosine, sine, out, keys, values, start,
-        rows // b, heads, kv_heads, dims, cosine.shape[-1], *query.stride()[:2], *key.stride()[:2],
-        *value.stride()[:2], cosine.stride(0) if cosine.shape[0] > 1 else 0, *keys.stride()[:3], *values.stride()[:3],
-        NEIGHBOURS=neighbours, ROUNDS=cosine.dtype == query.dtype != torch.float32, COUNTED=isinstance(start, Tensor),
+        _turn_kernel, (rows, heads + 2 * kv_heads), query, key, value, cosine, sine, out, keys,
+        values, start, rows // b, heads, kv_heads, dims, cosine.shape[-1], *query.stride()[:2],
+        *key.stride()[:2], *value.stride()[:2], cosine.stride(0) if cosine.shape[0] > 1 else 0,
+        *keys.stride()[:3], *values.stride()[:3], NEIGHBOURS=neighbours,
+        ROUNDS=cosine.dtype == query.dtype != torch.float32, COUNTED=isinstance(start, Tensor),
         BLOCK=power_of_two(dims), num_warps=1 if dims <= 128 else 4,
     )  # fmt: skip
     return out
@@ -124,24 +134,25 @@ def _able(query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, *buffer
     "values_b",
 )
 def _turn_kernel(
-    query_ptr, key_ptr, value_ptr, cosine_ptr, sine_ptr, out_ptr, keys_ptr, values_ptr, start, beams, heads, kv_heads,
-    dims, turned, query_r, query_h, key_r, key_h, value_r, value_h, angle_r, keys_b, keys_h, keys_n, values_b, values_h,
-    values_n, NEIGHBOURS: constexpr, ROUNDS: constexpr, COUNTED: constexpr, BLOCK: constexpr,
+    query_ptr, key_ptr, value_ptr, cosine_ptr, sine_ptr, out_ptr, keys_ptr, values_ptr, start,
+    beams, heads, kv_heads, dims, turned, query_r, query_h, key_r, key_h, value_r, value_h, angle_r,
+    keys_b, keys_h, keys_n, values_b, values_h, values_n, NEIGHBOURS: constexpr, ROUNDS: constexpr,
+    COUNTED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """One head of one row: of a query, a key or a value."""
+    """Process one head of one row of the queries, keys or values."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     if COUNTED:
         start = tl.load(start)
     sentence, slot = row // beams, start + row % beams
     dim = tl.arange(0, BLOCK)
-    there = dim < dims
+    is_dim = dim < dims
     if head >= heads + kv_heads:
         head -= heads + kv_heads
-        value = tl.load(value_ptr + row * value_r + head * value_h + dim, mask=there)
+        value = tl.load(value_ptr + row * value_r + head * value_h + dim, mask=is_dim)
         tl.store(
             values_ptr + sentence * values_b + head * values_h + slot * values_n + dim,
             value,
-            mask=there,
+            mask=is_dim,
         )
     else:
         if head < heads:
@@ -157,14 +168,16 @@ def _turn_kernel(
             first = dim < turned // 2
             partner = tl.where(first, dim + turned // 2, dim - turned // 2)
         is_turned = dim < turned
-        x = tl.load(from_ptr + dim, mask=there, other=0.0)
+        x = tl.load(from_ptr + dim, mask=is_dim, other=0.0)
         other = tl.load(from_ptr + partner, mask=is_turned, other=0.0).to(tl.float32)
         cosine = tl.load(cosine_ptr + row * angle_r + dim, mask=is_turned, other=0.0).to(tl.float32)
         sine = tl.load(sine_ptr + row * angle_r + dim, mask=is_turned, other=0.0).to(tl.float32)
-        straight, crossed = x.to(tl.float32) * cosine, tl.where(first, -other, other) * sine
-        if ROUNDS:  # as torch's operators do
-            straight, crossed = (
-                straight.to(x.dtype).to(tl.float32),
-                crossed.to(x.dtype).to(tl.float32),
+        cosine_term, sine_term = x.to(tl.float32) * cosine, tl.where(first, -other, other) * sine
+        if ROUNDS:  # torch's operators round each product
+            cosine_term, sine_term = (
+                cosine_term.to(x.dtype).to(tl.float32),
+                sine_term.to(x.dtype).to(tl.float32),
             )
-        tl.store(to_ptr + dim, tl.where(is_turned, (straight + crossed).to(x.dtype), x), mask=there)
+        tl.store(
+            to_ptr + dim, tl.where(is_turned, (cosine_term + sine_term).to(x.dtype), x), mask=is_dim
+        )

@@ -1,7 +1,8 @@
-"""The tables of a beam search, a row per beam: in a step rows change places, get one more entry, and some finish.
+"""Tables of a beam search with one row per beam.
 
-A step reads and writes all its tables in one launch. Where they end may be known to the device alone, so that a launch
-can be captured and replayed while the texts grow.
+In a decode step rows are reordered, extended by the newest entries, and copied to the finished
+rows. A step updates all its tables in one launch. The number of steps may be known to the device
+alone, so a launch can be captured and replayed while the texts grow.
 
 Source: FasterTransformer (one kernel for the tables of a beam search).
 """
@@ -29,12 +30,14 @@ from fastgen.ops.dispatch import (
 
 
 class Table(NamedTuple):
-    """A row per beam, which gets C columns in a step.
+    """A table with a row per beam, which grows by C columns per step.
 
-    rows: (B, M, N) of any dtype, last dim contiguous, with room for what comes: `prefix` columns that no step changes,
-        then those of the steps so far.
-    newest: (B, M, C) what the rows get next, or (B, K, C) what their candidates would get; any strides, cast to the
-        rows' dtype.
+    Attributes:
+        rows: (B, M, N) of any dtype, last dim contiguous, with spare columns. `prefix` columns that
+            no step changes come first, then the columns of the steps so far.
+        newest: (B, M, C), the next columns of the rows, or (B, K, C), those of the candidates. Any
+            strides; cast to the rows' dtype.
+        prefix: the number of unchanged columns.
     """
 
     rows: Tensor
@@ -43,12 +46,15 @@ class Table(NamedTuple):
 
 
 def extend_rows_reference(table: Table, parents: Tensor, steps: int | Tensor) -> Tensor:
-    """Return a copy of the rows, row m of sentence b replaced by its row parents[b, m] and extended by its newest.
+    """Return a copy of the rows, reordered by `parents` and extended by the newest columns.
+
+    Row m of sentence b becomes its former row parents[b, m].
 
     Args:
+        table: the rows, and newest (B, M, C).
         parents: (B, M) int64.
-        steps: that there have been so far; column prefix + steps * C is the first that is written. A tensor (1,) int64
-            where only the device knows.
+        steps: the number of steps so far; column prefix + steps * C is the first that is written. A
+            tensor (1,) int64 if only the device knows it.
     """
     rows = table.rows.clone()
     _extend(Table(rows, table.newest, table.prefix), parents, steps)
@@ -56,25 +62,26 @@ def extend_rows_reference(table: Table, parents: Tensor, steps: int | Tensor) ->
 
 
 def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) -> None:
-    """Reorder and extend the rows of some tables in place, in one launch; arguments as `extend_rows_reference`.
+    """Reorder and extend the rows of several tables in place, in one launch.
 
-    What lies behind the newest columns is nobody's. A `steps` that is on the device is not checked against the room.
+    Arguments as `extend_rows_reference`. Columns after the newest ones are undefined. A `steps` on
+    the device is not checked against the size of the tables.
 
     Raises:
-        ValueError: on shapes that do not fit; the message holds them.
+        ValueError: the shapes do not fit; the message holds them.
     """
     for table in tables:
         _check(table, steps)
         if parents.shape != table.rows.shape[:2] or table.newest.shape[:2] != parents.shape:
             raise ValueError(
-                f"parents {tuple(parents.shape)} (B, M) and newest {tuple(table.newest.shape)} (B, M, C) do not fit "
-                f"rows {tuple(table.rows.shape)} (B, M, N)"
+                f"parents {tuple(parents.shape)} (B, M) and newest {tuple(table.newest.shape)} "
+                f"(B, M, C) do not fit rows {tuple(table.rows.shape)} (B, M, N)"
             )
-    in_c_too = lambda: _able_in_c(tables, steps, parents)
-    by = chosen("tables", lambda: _able(tables), in_c_too, parents, *_tensors(tables, steps))
-    if in_c(by) and native.move_rows(by, tables, (), parents, None, cast(int, steps)):
+    able_in_c = lambda: _able_in_c(tables, steps, parents)  # noqa: E731
+    backend = chosen("tables", lambda: _able(tables), able_in_c, parents, *_tensors(tables, steps))
+    if in_c(backend) and native.move_rows(backend, tables, (), parents, None, cast(int, steps)):
         return
-    if by is not TRITON:
+    if backend is not TRITON:
         if (
             parents.device.type == "cpu"
             and isinstance(steps, int)
@@ -88,22 +95,25 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
     b, m = parents.shape
     block, blocks = _blocks(tables, 2 * m)
     launch(
-        _extend_rows_kernel, (b, blocks, len(tables)), parents, parents.stride(), steps, m, *_columns(tables),
-        COUNTED=isinstance(steps, Tensor), TABLES=len(tables), BEAMS=power_of_two(m), BLOCK=block,
+        _extend_rows_kernel, (b, blocks, len(tables)), parents, parents.stride(), steps, m,
+        *_columns(tables), COUNTED=isinstance(steps, Tensor), TABLES=len(tables),
+        BEAMS=power_of_two(m), BLOCK=block,
     )  # fmt: skip
 
 
 def finish_rows_reference(
     finished: Tensor, table: Table, order: Tensor, beams: Tensor, steps: int | Tensor
 ) -> Tensor:
-    """Return the finished rows after a step, of those before and of candidates, which extend running rows.
+    """Return the finished rows after a step, selected from old finished rows and candidates.
+
+    A candidate extends a running row by one column.
 
     Args:
-        finished: (B, M, N) as `table.rows`, whose prefix it has.
+        finished: (B, M, N) as `table.rows`, with the same prefix.
         table: the running rows, and the newest (B, K, 1) of each candidate.
         order: (B, M) int64 into M finished rows, then K candidates.
         beams: (B, K) int64, the running row that each candidate extends.
-        steps: as `extend_rows_reference` has it.
+        steps: as in `extend_rows_reference`.
     """
     rows = finished.clone()
     _finish(rows, table, order, beams, steps)
@@ -117,34 +127,40 @@ def finish_rows_(
     beams: Tensor,
     steps: int | Tensor,
 ) -> None:
-    """Choose the finished rows of some tables anew, in place, in one launch; arguments as `finish_rows_reference`.
+    """Select the finished rows of several tables in place, in one launch.
+
+    Arguments as `finish_rows_reference`.
 
     Raises:
-        ValueError: on shapes that do not fit; the message holds them.
+        ValueError: the shapes do not fit; the message holds them.
     """
     for rows, table in zip(finished, tables, strict=True):
         _check(table, steps)
         shapes = rows.shape == table.rows.shape and order.shape == rows.shape[:2]
         if not shapes or rows.dtype != table.rows.dtype or table.newest.shape != (*beams.shape, 1):
             raise ValueError(
-                f"finished {tuple(rows.shape)} {rows.dtype}, order {tuple(order.shape)} (B, M), beams "
-                f"{tuple(beams.shape)} (B, K), newest {tuple(table.newest.shape)} (B, K, 1) do not fit rows "
-                f"{tuple(table.rows.shape)} {table.rows.dtype} (B, M, N)"
+                f"finished {tuple(rows.shape)} {rows.dtype}, order {tuple(order.shape)} (B, M), "
+                f"beams {tuple(beams.shape)} (B, K), newest {tuple(table.newest.shape)} (B, K, 1) "
+                f"do not fit rows {tuple(table.rows.shape)} {table.rows.dtype} (B, M, N)"
             )
-    able = lambda: _able(tables) and all(rows.stride(2) == 1 for rows in finished)
-    in_c_too = lambda: _able_in_c(tables, steps, order, beams) and in_memory(*finished) and able()
-    by = chosen("tables", able, in_c_too, order, beams, *finished, *_tensors(tables, steps))
-    if in_c(by) and native.move_rows(by, tables, finished, beams, order, cast(int, steps)):
+    able = lambda: _able(tables) and all(rows.stride(2) == 1 for rows in finished)  # noqa: E731
+    able_in_c = lambda: (  # noqa: E731
+        _able_in_c(tables, steps, order, beams) and in_memory(*finished) and able()
+    )
+    backend = chosen("tables", able, able_in_c, order, beams, *finished, *_tensors(tables, steps))
+    if in_c(backend) and native.move_rows(
+        backend, tables, finished, beams, order, cast(int, steps)
+    ):
         return
-    if by is not TRITON:
+    if backend is not TRITON:
         for rows, table in zip(finished, tables, strict=True):
             _finish(rows, table, order, beams, steps)
         return
     b, m = order.shape
     block, blocks = _blocks(tables, 2 * m)
     launch(
-        _finish_rows_kernel, (b, blocks, len(tables)), order, order.stride(), beams, beams.stride(), steps, m,
-        tuple(finished), tuple(rows.stride() for rows in finished), *_columns(tables),
+        _finish_rows_kernel, (b, blocks, len(tables)), order, order.stride(), beams, beams.stride(),
+        steps, m, tuple(finished), tuple(rows.stride() for rows in finished), *_columns(tables),
         COUNTED=isinstance(steps, Tensor), TABLES=len(tables), BEAMS=power_of_two(m), BLOCK=block,
     )  # fmt: skip
 
@@ -153,14 +169,16 @@ def _check(table: Table, steps: int | Tensor) -> None:
     rows, newest = table.rows, table.newest
     if rows.dim() != 3 or newest.dim() != 3 or newest.shape[0] != rows.shape[0]:
         raise ValueError(
-            f"rows {tuple(rows.shape)} must be (B, M, N) and newest {tuple(newest.shape)} (B, M or K, C)"
+            f"rows {tuple(rows.shape)} must be (B, M, N) and newest {tuple(newest.shape)} "
+            "(B, M or K, C)"
         )
     if (
         not isinstance(steps, Tensor)
         and not 0 <= steps * newest.shape[2] <= rows.shape[2] - table.prefix - newest.shape[2]
     ):
         raise ValueError(
-            f"{steps} steps of {tuple(newest.shape)} behind {table.prefix} of rows {tuple(rows.shape)}"
+            f"{steps} steps of {tuple(newest.shape)} behind {table.prefix} of rows "
+            f"{tuple(rows.shape)}"
         )
 
 
@@ -169,15 +187,15 @@ def _able(tables: Sequence[Table]) -> bool:
 
 
 def _able_in_c(tables: Sequence[Table], steps: int | Tensor, *others: Tensor) -> bool:
-    """Whether the numbers of all that is moved lie side by side, and what is new is copied as it is, or cut off."""
+    """Whether C covers the tables: rows are contiguous, newest needs a copy or int64 to int32."""
     if isinstance(steps, Tensor) or not in_memory(*others, dtype=torch.int64):
         return False
     for rows, newest, _ in tables:
-        alike = newest.dtype == rows.dtype or (newest.dtype, rows.dtype) == (
+        copyable = newest.dtype == rows.dtype or (newest.dtype, rows.dtype) == (
             torch.int64,
             torch.int32,
         )
-        if not (alike and rows.stride(2) == 1 and in_memory(rows, newest)):
+        if not (copyable and rows.stride(2) == 1 and in_memory(rows, newest)):
             return False
     return True
 
@@ -190,7 +208,7 @@ def _tensors(tables: Sequence[Table], steps: int | Tensor) -> list[Tensor | None
 
 
 def _columns(tables: Sequence[Table]) -> tuple[tuple[object, ...], ...]:
-    """What the kernels know of the tables: rows, strides, newest, strides, C and prefix of each."""
+    """Return rows, strides, newest, their strides, C and prefix of each table, for the kernels."""
     return (
         tuple(table.rows for table in tables),
         tuple(table.rows.stride() for table in tables),
@@ -202,7 +220,11 @@ def _columns(tables: Sequence[Table]) -> tuple[tuple[object, ...], ...]:
 
 
 def _blocks(tables: Sequence[Table], rows: int) -> tuple[int, int]:
-    """Columns that a program moves of so many rows, and programs for those of the widest table."""
+    """Choose the columns per program, and the number of programs for the widest table.
+
+    Args:
+        rows: the number of rows that a program holds.
+    """
     widest = max(table.rows.shape[2] - table.prefix for table in tables)
     block = min(power_of_two(widest), max(16, 4096 // power_of_two(rows)))
     return block, cdiv(widest, block)
@@ -226,7 +248,7 @@ def _extend(table: Table, parents: Tensor, steps: int | Tensor) -> None:
 
 
 def _extend_all(tables: Sequence[Table], parents: Tensor, steps: int) -> None:
-    """As `_extend`, of tables on a CPU: whole rows are copied, which takes a third of the time of single entries."""
+    """Extend tables on a CPU; copies whole rows, in a third of the time of single entries."""
     b, m = parents.shape
     index = (
         parents + torch.arange(0, b * m, m, device=parents.device, dtype=torch.int64)[:, None]
@@ -256,10 +278,13 @@ def _finish(
 
 @jit("steps", "beams", "parents_strides", "strides", "newest_strides", "prefixes")
 def _extend_rows_kernel(
-    parents_ptr, parents_strides, steps, beams, rows, strides, newest, newest_strides, counts, prefixes,
-    COUNTED: constexpr, TABLES: constexpr, BEAMS: constexpr, BLOCK: constexpr,
+    parents_ptr, parents_strides, steps, beams, rows, strides, newest, newest_strides, counts,
+    prefixes, COUNTED: constexpr, TABLES: constexpr, BEAMS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Some columns of all beams of a sentence in one of the tables: every row is read before one is written."""
+    """Update a block of columns of one sentence in one of the tables.
+
+    It reads every row before it writes one.
+    """
     sentence, beam = tl.program_id(0).to(tl.int64), tl.arange(0, BEAMS)
     if COUNTED:
         steps = tl.load(steps)
@@ -277,12 +302,12 @@ def _extend_rows_kernel(
                 & (column >= filled)[None, :]
                 & (column < filled + counts[i])[None, :]
             )
-            at = (beam * newest_strides[i][1])[:, None] + (
+            new_offset = (beam * newest_strides[i][1])[:, None] + (
                 (column - filled) * newest_strides[i][2]
             )[None, :]
-            added = tl.load(newest[i] + sentence * newest_strides[i][0] + at, mask=new)
+            added = tl.load(newest[i] + sentence * newest_strides[i][0] + new_offset, mask=new)
             moved = tl.load(table + (parents * strides[i][1])[:, None] + column[None, :], mask=old)
-            tl.debug_barrier()  # the rows of one column may lie with several threads
+            tl.debug_barrier()  # several threads may hold the rows of one column
             values = tl.where(new, added.to(moved.dtype), moved)
             tl.store(
                 table + (beam * strides[i][1])[:, None] + column[None, :], values, mask=old | new
@@ -300,11 +325,14 @@ def _extend_rows_kernel(
     "prefixes",
 )
 def _finish_rows_kernel(
-    order_ptr, order_strides, candidates_ptr, candidates_strides, steps, beams, finished, finished_strides, rows,
-    strides, newest, newest_strides, counts, prefixes,
-    COUNTED: constexpr, TABLES: constexpr, BEAMS: constexpr, BLOCK: constexpr,
+    order_ptr, order_strides, candidates_ptr, candidates_strides, steps, beams, finished,
+    finished_strides, rows, strides, newest, newest_strides, counts, prefixes, COUNTED: constexpr,
+    TABLES: constexpr, BEAMS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Some columns of all finished rows of a sentence in one of the tables: all are read before one is written."""
+    """Update a block of columns of the finished rows of one sentence in one of the tables.
+
+    It reads every row before it writes one.
+    """
     sentence, beam = tl.program_id(0).to(tl.int64), tl.arange(0, BEAMS)
     if COUNTED:
         steps = tl.load(steps)
@@ -312,7 +340,7 @@ def _finish_rows_kernel(
     order = tl.load(
         order_ptr + sentence * order_strides[0] + beam * order_strides[1], mask=is_beam, other=0
     )
-    candidate = order - beams  # below zero: a row that had finished before
+    candidate = order - beams  # negative: a row that finished in an earlier step
     ends = is_beam & (candidate >= 0)
     candidates_ptr += sentence * candidates_strides[0]
     parents = tl.load(candidates_ptr + candidate * candidates_strides[1], mask=ends, other=0)
@@ -335,7 +363,7 @@ def _finish_rows_kernel(
             ended = tl.load(running, mask=ends[:, None] & (column < filled)[None, :])
             last = newest[i] + sentence * newest_strides[i][0] + candidate * newest_strides[i][1]
             added = tl.load(last, mask=ends).to(ended.dtype)[:, None]
-            tl.debug_barrier()  # the rows of one column may lie with several threads
+            tl.debug_barrier()  # several threads may hold the rows of one column
             values = tl.where(stays, kept, tl.where((column == filled)[None, :], added, ended))
             tl.store(
                 table + (beam * finished_strides[i][1])[:, None] + column[None, :],

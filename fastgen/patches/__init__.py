@@ -1,6 +1,8 @@
-"""What fastgen changes in the toolkits. The only folder that imports a toolkit, and only once the user has.
+"""Patches for the supported toolkits.
 
-Each subfolder is one toolkit. Its ``__init__`` holds plain data, `TOOLKIT` and `PATCHES`, declared here.
+This is the only package that imports a toolkit, and it does so only after the user has.
+Each subpackage other than `engine` covers one toolkit. Its ``__init__`` declares `TOOLKIT` and
+`PATCHES` as plain data, which this module registers with the patch engine.
 """
 
 from fastgen.patches import fairseq, transformers

@@ -1,23 +1,25 @@
-"""Many machines, and a server: `fastgen.corpus` on Ray Data and Ray Serve.
+"""Generation on many machines, and a server: `fastgen.corpus` on Ray Data and Ray Serve.
 
-generator   a stage of a Ray dataset: a column of texts in, their outputs beside it
-engine      `fastgen generate --engine ray`: files in, a folder of files out
-cluster     the Ray that both work on
-tables      the input of a run
-folder      the folder that a run writes, whole or not at all
-merging     small requests become batches of like lengths
-requests    bodies of requests
-api         what they are answered
-streaming   the text of a request as it comes
-completions answers as OpenAI has them
-metrics     what a server counts
-settings    what a server is told
-server      the Ray Serve deployment of both; `serve.py` starts one
+generator          stage of a Ray dataset: a column of texts in, their outputs in columns beside it
+engine             `fastgen generate --engine ray`: files in, a folder of files out
+cluster            connection to Ray, for both of these and the server
+tables             input of a run
+folder             output folder of a run, which is complete or absent
+settings           settings of a server
+serve              `fastgen serve`: starts the server
+server.merging     merges small requests into batches of similar lengths
+server.requests    request bodies
+server.api         answers to requests
+server.streaming   text of a request while it is generated
+server.completions answers in the format of OpenAI's API
+server.metrics     metrics of a server
+server.deployment  Ray Serve deployment
 
     ray.data.Dataset.map_batches(fastgen.ray.Generator, ...)
     serve run fastgen.ray:app model=FOLDER
 
-`import ray` within this folder is Ray itself, as all imports are absolute. It is imported when a name below is used.
+Within this folder `import ray` imports Ray itself, since all imports are absolute. Ray is imported
+when a name below is first used.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""The Ray cluster that a run or a server works on."""
+"""Connection to the Ray cluster that a run or a server uses."""
 
 from __future__ import annotations
 
@@ -11,37 +11,43 @@ from typing import Any
 from fastgen.corpus import models
 from fastgen.errors import CommandError
 
-_LOCAL = "local"  # what `ray.init` calls a new cluster of this machine
+_LOCAL = "local"  # address with which `ray.init` starts a new cluster on this machine
 
 
 @dataclass(frozen=True)
 class Connection:
-    """This process's way to a cluster.
+    """Connection of this process to a cluster.
 
     Attributes:
-        ours: it was made here, and ends with `close`; else Ray was initialized already.
-        alone: the cluster was started here, of this machine alone; else others may use it.
+        ours: whether it was made here and ends with `close`; else Ray was initialized already.
+        alone: whether the cluster was started here, on this machine alone; else it may be shared.
     """
 
     ours: bool
     alone: bool
 
     def check(self, actors: int, cpus: float, gpus: float) -> None:
-        """See whether the machines can hold actors that would be waited for without end.
+        """Check that the machines can hold the actors, which would otherwise be waited for forever.
 
-        Of a cluster that others share a machine may yet come: a warning goes to standard error where none can hold one
-        actor now.
+        A shared cluster may still gain a machine. If none can hold one actor now, a warning goes to
+        stderr.
 
+        Args:
+            actors: number of actors.
+            cpus: processors of each actor.
+            gpus: GPUs of each actor.
         Raises:
             CommandError: a cluster that was started here cannot hold them all.
         """
         import ray
 
         if self.alone:
-            found = ray.cluster_resources()
-            if not _holds(found, actors * cpus, actors * gpus):
-                raise CommandError(f"{actors} times {_said(cpus, gpus)} are asked for; this machine has "
-                                   f"{_said(found.get('CPU', 0), found.get('GPU', 0))}")  # fmt: skip
+            resources = ray.cluster_resources()
+            if not _holds(resources, actors * cpus, actors * gpus):
+                raise CommandError(
+                    f"{actors} times {_said(cpus, gpus)} are asked for; this machine has "
+                    f"{_said(resources.get('CPU', 0), resources.get('GPU', 0))}"
+                )
         elif not any(
             node["Alive"] and _holds(node["Resources"], cpus, gpus) for node in ray.nodes()
         ):
@@ -51,6 +57,7 @@ class Connection:
             )
 
     def close(self) -> None:
+        """Disconnect, if the connection was made here."""
         if self.ours:
             import ray
 
@@ -58,7 +65,7 @@ class Connection:
 
 
 def is_new(address: str | None) -> bool:
-    """Whether `connect` would start a cluster."""
+    """Return whether `connect` would start a cluster."""
     import ray
 
     return not ray.is_initialized() and _wanted(address) == _LOCAL
@@ -69,30 +76,31 @@ def _wanted(address: str | None) -> str:
 
 
 def connect(address: str | None) -> Connection:
-    """Connect this process to a cluster, or start one of this machine alone.
+    """Connect this process to a cluster, or start one on this machine alone.
 
-    The workers get this process's ``FASTGEN_*`` variables. Where Ray is initialized already, nothing is done.
+    The workers get this process's ``FASTGEN_*`` variables. If Ray is initialized already, that
+    connection is used as it is.
 
     Args:
-        address: as `ray.init` takes it; None: that of RAY_ADDRESS, or a new one of this machine alone, whatever else
-            runs here.
+        address: as `ray.init` takes it. None: that of RAY_ADDRESS, or a new cluster on this machine
+            alone, even if others run here.
 
     Raises:
         CommandError: there is no such cluster.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what is started here reports to nobody
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
     import ray
 
     if ray.is_initialized():
         return Connection(ours=False, alone=False)
     switches = {name: value for name, value in os.environ.items() if name.startswith("FASTGEN")}
-    wanted = _wanted(address)
-    quiet: dict[str, Any] = {"include_dashboard": False} if wanted == _LOCAL else {}
+    target = _wanted(address)
+    options: dict[str, Any] = {"include_dashboard": False} if target == _LOCAL else {}
     try:
-        ray.init(address=wanted, runtime_env={"env_vars": switches}, **quiet)
+        ray.init(address=target, runtime_env={"env_vars": switches}, **options)
     except (ConnectionError, ValueError) as error:
-        raise CommandError(f"--address {wanted}: {models.first_line(error)}") from error
-    return Connection(ours=True, alone=wanted == _LOCAL)
+        raise CommandError(f"--address {target}: {models.first_line(error)}") from error
+    return Connection(ours=True, alone=target == _LOCAL)
 
 
 def _holds(resources: Mapping[str, float], cpus: float, gpus: float) -> bool:

@@ -1,9 +1,10 @@
-"""`fastgen generate --engine ray`: files in, generated on all machines of a Ray cluster, a folder of files out.
+"""`fastgen generate --engine ray`: files in, a folder of files out, generated on a Ray cluster.
 
-This process reads and numbers the rows and hands them to Ray Data, whose actors generate. Their outputs come back in
-the order of the input, are checked to be every row once, and are written here: a block that is generated a second
-time, because a machine was lost, is still written once. No stage but the actors asks Ray for processors: one that
-did would wait for ever where the actors have them all.
+This process reads and numbers the rows and passes them to Ray Data, whose actors generate. The
+outputs come back in the order of the input. This process checks that every row is there exactly
+once, and writes them; so a block that is generated again after a machine was lost is still written
+once. Only the actors request processors from Ray: another stage that did would wait forever if the
+actors hold them all.
 """
 
 from __future__ import annotations
@@ -29,22 +30,29 @@ from fastgen.ray.tables import Tables
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_REPORT = "_fastgen_report"  # a column of what `status()` counted, in one row of each block
+_REPORT = "_fastgen_report"  # column with counts of `status()`, set in one row of each block
 _EXAMPLES = 10
 
 
 @dataclass
 class Summary:
-    """What a run did; `_summary.json` in its folder holds the same.
+    """Summary of a run; `_summary.json` in its folder holds the same.
 
     Attributes:
-        options: as they were used; folders are absolute.
-        rows: of the input; those that `on_error="skip"` left out are counted.
-        problems: rows without an output. blank: blank lines, whose outputs are such too.
-        at_limit: outputs that ended because they may not be longer, by where that limit comes from.
-        examples: number and problem of the first few.
-        tokens: that were generated.
-        hits, fallbacks: calls that ran fastgen's code, by patch, and the toolkit's own, by reason, on all machines.
+        input: path or URI of the input.
+        output: path or URI of the output folder.
+        options: the options that were used; folders are absolute.
+        rows: rows of the input, including those that `on_error="skip"` left out.
+        problems: rows without an output.
+        blank: blank lines, whose outputs are blank too.
+        tokens: generated tokens.
+        seconds: duration of the run.
+        parts: names of the output files.
+        examples: row number and problem of the first few problems.
+        at_limit: outputs that reached their length limit, by the source of that limit.
+        hits: calls that ran fastgen's code on all machines, by patch.
+        fallbacks: calls that ran the toolkit's own code on all machines, by patch and reason.
+        fastgen: version of fastgen.
     """
 
     input: str
@@ -66,7 +74,7 @@ class Summary:
 def run(
     options: Options,
     *,
-    input: str,
+    input: str,  # noqa: A002
     output: str,
     address: str | None = None,
     column: str = "text",
@@ -83,26 +91,32 @@ def run(
     """Generate from every text of some files.
 
     Args:
-        options: the model, whose folder every machine of the cluster must see at the same path, and what it is given.
-        input: a file, or a folder of files of one format, in the order of their names: a path, or a URI of a filesystem
-            that pyarrow knows. Parquet, JSON lines, CSV, or lines of text. All rows lie in Ray's object store, which
-            keeps on disk what its memory cannot hold.
-        output: a folder that is not there or empty; see `Folder`. Its rows are those of the input in their order, with
-            the columns ``number`` (int64, the row's number in the input, from 1) and those of `Generator`.
-        address: of the cluster, as `ray.init` takes it; None: that of RAY_ADDRESS, or a new one of this machine alone,
-            which ends with the run. Where Ray is initialized in this process already, that one is used.
-        column: of the texts; lines of text have "text" alone.
-        target_column: of the names of what each output begins with; see `Generator`.
-        on_error: what becomes of a text that cannot be generated; see `Generator`.
-        input_format, output_format: "parquet", "jsonl", "csv" or "txt"; None: as the file is named, and as the input.
-        workers: actors, each with a model: at least and at most so many.
-        cpus, gpus: that each actor takes of its machine; parts of a GPU are possible.
-        rows: texts that an actor is given at a time, and that are generated anew where a machine is lost.
-        rows_per_file: of the output.
+        options: the model, whose folder every machine of the cluster must see at the same path, and
+            the options of generation.
+        input: a file, or a folder of files of one format, read in the order of their names: a path,
+            or a URI of a filesystem that pyarrow knows. Parquet, JSON lines, CSV, or lines of text.
+            All rows are kept in Ray's object store, which spills to disk what does not fit in
+            memory.
+        output: a folder that does not exist or is empty; see `Folder`. Its rows are those of the
+            input in their order, with the columns ``number`` (int64, the row's number in the input,
+            from 1) and those of `Generator`.
+        address: of the cluster, as `ray.init` takes it. None: that of RAY_ADDRESS, or a new cluster
+            on this machine alone, which ends with the run. If Ray is initialized in this process
+            already, that cluster is used.
+        column: column of the texts; lines of text have "text" alone.
+        target_column: column of the names of each output's first token; see `Generator`.
+        on_error: what to do with a text that cannot be generated; see `Generator`.
+        input_format: "parquet", "jsonl", "csv" or "txt"; None: by the names of the files.
+        output_format: likewise; None: the format of the input.
+        workers: least and most number of actors, each with a model.
+        cpus: processors of each actor.
+        gpus: GPUs of each actor; may be a fraction.
+        rows: texts that an actor gets at a time, and that are generated again if a machine is lost.
+        rows_per_file: rows of an output file; a file ends with the batch that reaches this number.
 
     Raises:
-        CommandError: what the user has to put right. Nothing is left at `output` then.
-        ValueError: sizes that are not positive, or no such `on_error`.
+        CommandError: an error that the user has to correct. Nothing is left at `output` then.
+        ValueError: a size is not positive, or `on_error` is unknown.
     """
     models.need("ray", "pyarrow")
     check_on_error(on_error)
@@ -125,36 +139,37 @@ def run(
         cluster.check(least, cpus, gpus)
         needed = [column] if target_column is None else [column, target_column]
         blocks = _blocks(tables, folder, needed, rows, options)
-        if blocks:  # of none Ray makes no dataset
+        if blocks:  # Ray cannot make a dataset of no blocks
             columns = {"column": column, "target_column": target_column}
-            made = from_arrow_refs(blocks).map_batches(
-                _Reporting, fn_constructor_kwargs={**_arguments(options), **columns}, batch_size=rows,
-                batch_format="pyarrow", compute=ActorPoolStrategy(min_size=least, max_size=most), num_cpus=cpus,
+            dataset = from_arrow_refs(blocks).map_batches(
+                _Reporting, fn_constructor_kwargs={**_arguments(options), **columns},
+                batch_size=rows, batch_format="pyarrow",
+                compute=ActorPoolStrategy(min_size=least, max_size=most), num_cpus=cpus,
                 num_gpus=gpus or None,
             )  # fmt: skip
-            held: list[pa.Table] = []
-            for table in made.iter_batches(batch_size=rows, batch_format="pyarrow"):
-                held.append(
+            pending: list[pa.Table] = []
+            for table in dataset.iter_batches(batch_size=rows, batch_format="pyarrow"):
+                pending.append(
                     _counted(table, summary, on_error, tables.kind == "txt", folder.kind == "txt")
                 )
-                if sum(map(len, held)) >= rows_per_file:
-                    folder.write(_joined(held))
-                    held = []
-            if held:
-                folder.write(_joined(held))
+                if sum(map(len, pending)) >= rows_per_file:
+                    folder.write(_joined(pending))
+                    pending = []
+            if pending:
+                folder.write(_joined(pending))
         summary.parts, summary.seconds = folder.parts, time.perf_counter() - begin
         folder.finish(asdict(summary))
     return summary
 
 
 def _with_folders(options: Options) -> Options:
-    """The options with models as other processes find them."""
+    """Return the options with models named as processes on other machines find them."""
     named = {name: model for name in ("model", "assistant") if (model := getattr(options, name))}
     return replace(options, **{name: models.shared_name(model) for name, model in named.items()})
 
 
 def _recorded(options: Options) -> dict[str, Any]:
-    """The options as JSON has them."""
+    """Return the options as JSON-ready data."""
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in _arguments(options).items()
@@ -164,17 +179,18 @@ def _recorded(options: Options) -> dict[str, Any]:
 def _blocks(
     tables: Tables, folder: Folder, needed: list[str], rows: int, options: Options
 ) -> list[Any]:
-    """The input in Ray's object store, with a column of numbers; the types of its columns are the same everywhere.
+    """Put the input into Ray's object store, with row numbers and one schema for all blocks.
 
     Raises:
-        CommandError: it cannot be read, its columns have not one type each, or the output cannot hold them.
+        CommandError: the input cannot be read, a column has no common type, or the output format
+            cannot hold the columns.
     """
     import pyarrow as pa
     import ray
 
     blocks, schemas, first = list[Any](), list[pa.Schema](), 1
     for table in tables.read(rows):
-        # What fields JSON lines have is known when all are read.
+        # The fields of JSON lines are known only once all rows are read.
         _check_columns(
             tables.place, [*table.column_names, *(needed if tables.kind == "jsonl" else [])], needed
         )
@@ -209,9 +225,10 @@ def _check_columns(place: str, names: list[str], needed: list[str]) -> None:
 
 
 class _Reporting(Generator):
-    """Generates, and says in one row of each batch what fastgen's patches counted meanwhile.
+    """Generator that reports, in one row of each batch, what fastgen's patches counted meanwhile.
 
-    What is drawn for a batch depends on the seed and its first row's number, not on the actor or what it did before.
+    Random draws for a batch depend on the seed and its first row's number, not on the actor or on
+    earlier batches.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -223,12 +240,12 @@ class _Reporting(Generator):
         import torch
 
         torch.manual_seed(self.generator.options.seed + batch["number"][0].as_py())
-        made, now = super().__call__(batch), _counts()
+        outputs, now = super().__call__(batch), _counts()
         now["at_limit", self.generator.limit.said] = self.at_limit
         report = [[what, which, count] for (what, which), count in (now - self.before).items()]
         self.before = now
-        rows = [json.dumps(report), *[None] * (len(made) - 1)][: len(made)]
-        return made.append_column(_REPORT, pa.array(rows, pa.string()))
+        rows = [json.dumps(report), *[None] * (len(outputs) - 1)][: len(outputs)]
+        return outputs.append_column(_REPORT, pa.array(rows, pa.string()))
 
 
 def _counts() -> Counter[tuple[str, str]]:
@@ -243,13 +260,19 @@ def _counts() -> Counter[tuple[str, str]]:
 def _counted(
     table: pa.Table, summary: Summary, on_error: OnError, of_lines: bool, to_lines: bool
 ) -> pa.Table:
-    """The rows of a block, as `on_error` says; the summary counts them.
+    """Check a block's rows, add them to the summary, and apply `on_error`.
 
-    of_lines: they come from lines of text, which may be blank. to_lines: they become such, and none may be missing.
-
+    Args:
+        table: the block.
+        summary: extended.
+        on_error: see `Generator`.
+        of_lines: whether the rows come from lines of text, which may be blank.
+        to_lines: whether they are written as lines of text, none of which may be missing.
+    Returns:
+        The rows to write.
     Raises:
         CommandError: a row has a problem, and on_error="fail".
-        RuntimeError: they are not the rows that come next.
+        RuntimeError: the rows are not the next ones.
     """
     import pyarrow as pa
 
@@ -296,7 +319,7 @@ def _arguments(options: Options) -> dict[str, Any]:
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[Connection]:
-    """Ray, with its datasets in order; one that was not running in this process ends with the block."""
+    """Connect to Ray, with datasets in order; disconnect at the end if the connection is ours."""
     connection = connect(address)
     from ray.data import DataContext
 
@@ -311,7 +334,7 @@ def _cluster(address: str | None) -> Iterator[Connection]:
 
 @contextmanager
 def _discarded_on_error(folder: Folder) -> Iterator[Folder]:
-    """Remove the scratch folder where the block fails; what Ray raises becomes a CommandError."""
+    """Remove the scratch folder if the block fails; re-raise Ray's errors as CommandError."""
     from ray.exceptions import RayError
 
     try:
@@ -324,6 +347,6 @@ def _discarded_on_error(folder: Folder) -> Iterator[Folder]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong on a machine, without Ray's frames."""
+    """Return the last line of Ray's error message: the error itself, without frames."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

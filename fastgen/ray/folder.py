@@ -1,4 +1,4 @@
-"""The folder that a run writes: its parts, a summary of the run, and a mark that it is whole."""
+"""Output folder of a run: its parts, a summary, and a marker that it is complete."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from fastgen.errors import CommandError
 
 FORMATS = ("parquet", "jsonl", "csv", "txt")
 SUCCESS, SUMMARY = "_SUCCESS", "_summary.json"
-SCORE = "score"  # the column of CSV that has the best text's
+SCORE = "score"  # CSV's column for the score of the best text
 
 _MOVES_FOLDERS = ("local", "hdfs")
-"""Filesystems that rename a folder with all that is in it, at once."""
+"""Filesystems that rename a folder and its contents atomically."""
 
 
 class Folder:
-    """Parts of an output, in their order.
+    """Parts of an output, in order.
 
-    Where the filesystem can rename a folder, all is written beside it and comes to its place with `finish`. Elsewhere,
-    as in object stores, parts appear as they are written. Everywhere `_SUCCESS` is written last: what lies in a folder
-    without it is not an output.
+    If the filesystem can rename a folder, everything is written beside the destination and moved
+    there by `finish`. Elsewhere, as in object stores, parts appear as they are written. In both
+    cases `_SUCCESS` is written last: a folder without it is not a complete output.
 
     Args:
         place: a path, or a URI of a filesystem that pyarrow knows (s3://, gs://, hdfs://, file://).
-        kind: one of `FORMATS`. Of a text file's lines each is an output; in CSV there is no column `outputs`, and
-            `score`, of the best text, in the place of `scores`.
+        kind: one of `FORMATS`. A text file has one output per line. CSV has no column `outputs`,
+            and `score`, of the best text, in place of `scores`.
 
     Raises:
-        CommandError: there is something at that place, or it cannot be written.
+        CommandError: the destination is not empty, or cannot be written.
     """
 
     def __init__(self, place: str, kind: str) -> None:
@@ -53,9 +53,12 @@ class Folder:
             raise CommandError(f"{place} cannot be written: {error}") from error
 
     def check(self, schema: pa.Schema, scores: bool, several: bool) -> None:
-        """Raise CommandError where the format cannot hold the input's columns, or what is asked for.
+        """Raise CommandError if the format cannot hold the input's columns or the outputs.
 
-        scores: of the outputs. several: more than one output of a row.
+        Args:
+            schema: of the input.
+            scores: whether outputs have scores.
+            several: whether a row has several outputs.
         """
         if scores and self.kind == "txt":
             raise CommandError(
@@ -63,14 +66,16 @@ class Folder:
             )
         if several and self.kind in ("csv", "txt"):
             raise CommandError(
-                f"--n-best: {self.kind} has no place for several outputs here; write Parquet or JSONL"
+                f"--n-best: {self.kind} has no place for several outputs here; "
+                "write Parquet or JSONL"
             )
         if self.kind != "csv":
             return
         for each in schema:
             if pa.types.is_nested(each.type):
                 raise CommandError(
-                    f"column {each.name!r} holds {each.type}, which CSV does not; write Parquet or JSONL"
+                    f"column {each.name!r} holds {each.type}, which CSV does not; "
+                    "write Parquet or JSONL"
                 )
             if scores and each.name == SCORE:
                 raise CommandError(
@@ -85,10 +90,11 @@ class Folder:
         self.parts.append(name)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary, then the mark, and bring the folder to its place.
+        """Write the summary and the marker, and move the folder to its destination.
 
         Raises:
-            CommandError: meanwhile something has come to that place; the message says where the output is now.
+            CommandError: something has appeared at the destination meanwhile; the message says
+                where the output is.
         """
         with self._file(SUMMARY) as file:
             file.write((json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode())
@@ -101,13 +107,12 @@ class Folder:
             except CommandError as error:
                 raise CommandError(f"{error}; the finished output is {self.scratch}") from error
             if self.system.get_file_info(self.path).type != fs.FileType.NotFound:
-                self.system.delete_dir(
-                    self.path
-                )  # it is empty; not every filesystem renames over it
+                # It is empty, but not every filesystem renames over it.
+                self.system.delete_dir(self.path)
             self.system.move(self.scratch, self.path)
 
     def discard(self) -> None:
-        """Remove what was written of an output that is not whole, where nothing else can lie."""
+        """Remove the scratch folder of an incomplete output, if there is one."""
         if self.moves and not self.whole:
             self.system.delete_dir(self.scratch)
 
@@ -127,7 +132,7 @@ class Folder:
 
 
 def located(place: str) -> tuple[Any, str]:
-    """The filesystem of a path or URI, and the path within."""
+    """Return the filesystem of a path or URI, and the path within it."""
     if "://" in place:
         return fs.FileSystem.from_uri(place)
     from os.path import abspath

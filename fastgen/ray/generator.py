@@ -1,4 +1,4 @@
-"""A stage of a Ray dataset: a column of texts in, their outputs in columns beside it."""
+"""Stage of a Ray dataset: a column of texts in, their outputs in columns beside it."""
 
 from __future__ import annotations
 
@@ -16,36 +16,41 @@ COLUMNS = ("output", "outputs", "tokens", "problem", "scores")
 
 
 class Generator:
-    """One model in an actor of ``ray.data.Dataset.map_batches``, which takes batches of texts.
+    """Model in an actor of ``ray.data.Dataset.map_batches``.
 
         dataset.map_batches(
             Generator, fn_constructor_kwargs={"model": "FOLDER", "generation": {"num_beams": 4}},
-            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=8), num_gpus=0.5, batch_size=256,
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=8), num_gpus=0.5,
+            batch_size=256,
         )
 
-    A batch is a dict of numpy arrays, a pyarrow table or a pandas frame, and so is what becomes of it: the same rows
-    in their order with the columns ``output`` (the best text), ``outputs`` (all texts, the best first), ``tokens``
-    (int64, those that were generated), ``problem`` (why there is no output, else null) and, with the option `scores`,
-    ``scores`` of all texts.
+    A batch is a dict of numpy arrays, a pyarrow table or a pandas frame. The result is of the same
+    kind and has the same rows in the same order, with the columns ``output`` (the best text),
+    ``outputs`` (all texts, the best first), ``tokens`` (int64, number of generated tokens),
+    ``problem`` (why there is no output, else null) and, with the option `scores`, ``scores`` of all
+    texts.
 
     Args:
-        model: folder of the model and its tokenizer, as the actor's machine sees it, or their id on the hub.
-        column: of the texts. A null is an empty text.
-        target_column: of the names of what each output begins with; `targets` among the options says what they name.
-        on_error: what becomes of a text that cannot be generated: "fail" raises, "skip" leaves its row out, "empty"
-            leaves its output empty.
+        model: folder of the model and its tokenizer, as the actor's machine sees it, or their id on
+            the hub.
+        column: column of the texts. A null is an empty text.
+        target_column: column of the names of each output's first token; the option `targets` says
+            what kind of names.
+        on_error: what to do with a text that cannot be generated: "fail" raises, "skip" leaves its
+            row out, "empty" leaves its output empty.
         options: as in `fastgen.corpus.texts.Options`.
 
     Raises:
-        CommandError: there is no such model, or it cannot be read; with on_error="fail", what a text's problem is.
-        ValueError: no such on_error, no such column, or one of the batch's columns has the name of one of ours; a
-            target_column without `targets`, or the other way about.
-        TypeError: no such option, or the column holds no texts.
+        CommandError: there is no such model, or it cannot be read. With on_error="fail", a text has
+            a problem.
+        ValueError: on_error is unknown, there is no such column, a column of the batch has the name
+            of a column of the output, or only one of target_column and `targets` is set.
+        TypeError: there is no such option, or the column holds no texts.
     """
 
     def __init__(
-        self, model: str | Path, *, column: str = "text", target_column: str | None = None, on_error: OnError = "empty",
-        **options: Any,
+        self, model: str | Path, *, column: str = "text", target_column: str | None = None,
+        on_error: OnError = "empty", **options: Any,
     ) -> None:  # fmt: skip
         check_on_error(on_error)
         targets = options.get("targets")
@@ -55,34 +60,34 @@ class Generator:
             )
         self.columns = (column,) if target_column is None else (column, target_column)
         self.on_error = on_error
-        self.at_limit = 0  # outputs that ended because they may not be longer
+        self.at_limit = 0  # outputs that reached their length limit
         self.generator = TextGenerator(Options(Path(model), **options))
 
     def __call__(self, batch: Any) -> Any:
-        """The batch with the columns of its outputs."""
+        """Return the batch with the columns of its outputs."""
         names = [str(name) for name in (batch.column_names if _is_table(batch) else batch)]
         check_columns(names, self.columns)
-        found = self.generator(*(self._texts(name, batch[name]) for name in self.columns))
-        self.at_limit += sum(isinstance(one, Output) and one.at_limit for one in found)
-        problems = [one for one in found if isinstance(one, Problem)]
+        outputs = self.generator(*(self._texts(name, batch[name]) for name in self.columns))
+        self.at_limit += sum(isinstance(one, Output) and one.at_limit for one in outputs)
+        problems = [one for one in outputs if isinstance(one, Problem)]
         if problems and self.on_error == "fail":
             raise CommandError(
-                f"{len(problems)} of {len(found)} texts have no output, the first: {problems[0].reason}"
+                f"{len(problems)} of {len(outputs)} texts have no output, "
+                f"the first: {problems[0].reason}"
             )
         if problems and self.on_error == "skip":
-            kept = np.array([not isinstance(one, Problem) for one in found])
-            batch, found = (
+            kept = np.array([not isinstance(one, Problem) for one in outputs])
+            batch, outputs = (
                 _rows(batch, kept),
-                [one for one in found if not isinstance(one, Problem)],
+                [one for one in outputs if not isinstance(one, Problem)],
             )
-        return _with(batch, found, self.generator.options.scores)
+        return _with(batch, outputs, self.generator.options.scores)
 
     def _texts(self, column: str, values: Any) -> list[str]:
         texts: list[Any] = values.to_pylist() if hasattr(values, "to_pylist") else list(values)
         for text in texts:
-            if (
-                text is not None and not isinstance(text, str) and text == text
-            ):  # pandas' nulls differ from themselves
+            # pandas' nulls are not equal to themselves.
+            if text is not None and not isinstance(text, str) and text == text:
                 raise TypeError(
                     f"column {column!r} holds {text!r}, a {type(text).__name__}, not text"
                 )
@@ -90,7 +95,7 @@ class Generator:
 
 
 def check_on_error(on_error: str) -> None:
-    """Raise ValueError where it is none that there is."""
+    """Raise ValueError if `on_error` is unknown."""
     if on_error not in get_args(OnError):
         raise ValueError(
             f"on_error={on_error!r} must be one of {', '.join(map(repr, get_args(OnError)))}"
@@ -100,14 +105,20 @@ def check_on_error(on_error: str) -> None:
 def check_columns(
     names: Sequence[str], needed: Sequence[str], taken: Sequence[str] = COLUMNS
 ) -> None:
-    """Raise ValueError where a batch has no such columns, or one that would be written over."""
+    """Raise ValueError if a batch lacks a column or has one that would be overwritten.
+
+    Args:
+        names: columns of the batch.
+        needed: columns that it must have.
+        taken: columns that are added.
+    """
     for column in needed:
         if column not in names:
             raise ValueError(
                 f"there is no column {column!r}, but {', '.join(map(repr, names)) or 'none'}"
             )
-    if both := [name for name in taken if name in names]:
-        raise ValueError(f"a column is named {both[0]!r}, as one of the output's is: rename it")
+    if clashing := [name for name in taken if name in names]:
+        raise ValueError(f"a column is named {clashing[0]!r}, as one of the output's is: rename it")
 
 
 def _is_table(batch: Any) -> bool:
@@ -115,14 +126,19 @@ def _is_table(batch: Any) -> bool:
 
 
 def _rows(batch: Any, kept: Any) -> Any:
-    """Some rows of a batch; kept: (N,) bool."""
+    """Return some rows of a batch.
+
+    Args:
+        batch: N rows.
+        kept: (N,) bool.
+    """
     if isinstance(batch, Mapping):
         return {name: values[kept] for name, values in batch.items()}
     return batch.filter(kept) if _is_table(batch) else batch[kept]
 
 
 def _with(batch: Any, found: Sequence[Output | Problem], scores: bool) -> Any:
-    """The batch with the columns of its outputs."""
+    """Return the batch with the columns of its outputs."""
     good = [one if isinstance(one, Output) else Output([], 0) for one in found]
     columns: dict[str, list[Any]] = {
         "output": [one.texts[0] if one.texts else "" for one in good],
@@ -137,10 +153,10 @@ def _with(batch: Any, found: Sequence[Output | Problem], scores: bool) -> Any:
         return {**batch, **arrays} if isinstance(batch, Mapping) else batch.assign(**arrays)
     import pyarrow as pa
 
-    # Said, as a batch without problems, or without outputs, would have columns of another type than the others.
+    # Without explicit types, a batch with no problems, or no outputs, would get other types.
     types = {
-        "output": pa.string(), "outputs": pa.list_(pa.string()), "tokens": pa.int64(), "problem": pa.string(),
-        "scores": pa.list_(pa.float64()),
+        "output": pa.string(), "outputs": pa.list_(pa.string()), "tokens": pa.int64(),
+        "problem": pa.string(), "scores": pa.list_(pa.float64()),
     }  # fmt: skip
     for name, values in columns.items():
         batch = batch.append_column(name, pa.array(values, types[name]))
@@ -148,7 +164,7 @@ def _with(batch: Any, found: Sequence[Output | Problem], scores: bool) -> Any:
 
 
 def _array(values: list[Any]) -> Any:
-    """One dimension, whatever the values are; integers stay such."""
+    """Return a one-dimensional array, whatever the values are; integers stay int64."""
     if values and all(isinstance(value, int) for value in values):
         return np.array(values, dtype=np.int64)
     array = np.empty(len(values), dtype=object)

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: requests are merged into batches, and answered whole or as streams of tokens.
+"""Serve a model over HTTP: merge requests into batches, and answer with texts or streams of tokens.
 
 On this machine alone, or on a Ray cluster; see docs/cluster.md.
 """
@@ -26,11 +26,11 @@ APPLICATION = "fastgen"
 
 
 class NoAddress(CommandError):
-    """Nothing can listen at a host and port."""
+    """Error: nothing can listen at a host and port."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m fastgen.ray.serve`, which is `fastgen serve`; return the exit status."""
+    """Run `python -m fastgen.ray.serve`, the same as `fastgen serve`; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m fastgen.ray.serve", description=__doc__)
     arguments(parser)
     try:
@@ -41,19 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal says to stop; return the exit status: 1 where nothing can listen at the host and port.
+    """Serve until SIGINT or SIGTERM.
 
+    Returns:
+        The exit status; 1 if nothing can listen at the host and port.
     Raises:
-        CommandError: a setting cannot be, or `start` raises it.
+        CommandError: a setting is invalid, or `start` raises it.
     """
     where = {name: getattr(args, name) for name in _WHERE}
-    given = {name: getattr(args, name) for name in Settings.model_fields}
+    values = {name: getattr(args, name) for name in Settings.model_fields}
     try:
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})
+        settings = Settings(**{name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
-        raise CommandError(f"--{name.replace('_', '-')} {given[name]}: {first['msg']}") from error
+        raise CommandError(f"--{name.replace('_', '-')} {values[name]}: {first['msg']}") from error
     models.need("ray", "starlette", "prometheus_client")
     try:
         connection = start(
@@ -73,21 +75,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise NoAddress where nothing can listen at a host and port of this machine."""
+    """Raise NoAddress if nothing can listen at a host and port of this machine."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise NoAddress(
             f"--host {host}: {error.strerror if isinstance(error, OSError) else error}"
         ) from error
     if not 0 < port < 2**16:
         raise NoAddress(f"--port {port}: must be from 1 to 65535")
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what Serve does, too
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Serve does
         try:
             listening.bind((address[0], port, *address[2:]))
-            listening.listen()  # where another socket that listens is noticed in any case
+            listening.listen()  # fails in any case if another socket listens there
         except OSError as error:
             name = "host" if error.errno == errno.EADDRNOTAVAIL else "port"
             raise NoAddress(
@@ -104,20 +106,22 @@ def start(
     application: str = APPLICATION,
     route_prefix: str = "/",
 ) -> Connection:
-    """Start an application of Ray Serve, and Ray where it does not run in this process; return once it answers.
+    """Start an application of Ray Serve, and Ray if needed; return once the application answers.
 
     Args:
+        settings: settings of the server.
         address: of a cluster; see `connect`.
-        host, port: where Serve listens, if it does not run there yet.
+        host: where Serve listens, if it does not run yet.
+        port: likewise.
         application: its name, by which `stop` ends it.
-        route_prefix: the beginning of its paths.
+        route_prefix: prefix of its paths.
 
     Raises:
         NoAddress: nothing can listen there, on a cluster that is started here.
-        CommandError: there is no such cluster, it has an application of this name or at these paths, or no replica
-            comes up.
+        CommandError: there is no such cluster, it has an application of this name or at these
+            paths, or no replica starts.
     """
-    if is_new(address):  # else Serve may be who listens there
+    if is_new(address):  # else Serve itself may be listening there
         check_address(host, port)
     connection = connect(address)
     from ray import serve
@@ -127,7 +131,8 @@ def start(
     try:
         if application in serve.status().applications:
             raise CommandError(
-                f"--application {application}: one of this name is running; stop it, or name another"
+                f"--application {application}: one of this name is running; "
+                "stop it, or name another"
             )
         connection.check(settings.replicas, settings.cpus, settings.gpus)
     except CommandError:
@@ -143,14 +148,13 @@ def start(
 
 
 def stop(connection: Connection, application: str = APPLICATION) -> None:
-    """End what `start` started, and nothing else that runs on the cluster."""
+    """Stop what `start` started, and nothing else that runs on the cluster."""
     from ray import serve
     from ray.exceptions import RayActorError
 
     if connection.alone:
-        with contextlib.suppress(
-            RayActorError
-        ):  # its controller may be gone before it has answered
+        # The controller may be gone before it has answered.
+        with contextlib.suppress(RayActorError):
             serve.shutdown()
     else:
         serve.delete(application)
@@ -161,7 +165,7 @@ _WHERE = ("address", "host", "port", "application", "route_prefix")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the model, where it is served, and all `Settings`."""
+    """Declare the model, the address, and all `Settings`."""
     parser.add_argument("model", metavar="MODEL", help=Settings.model_fields["model"].description)
     where = parser.add_argument_group("where")
     add = where.add_argument
@@ -196,7 +200,7 @@ _METAVARS = {bool: "true|false", int: "N", float: "X", dict: "JSON"}
 
 
 def _kind(annotation: Any) -> Any:
-    """The type that an optional or parametrised one stands for."""
+    """Return the type inside an optional or parametrised type."""
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     return (
         _kind(kinds[-1])

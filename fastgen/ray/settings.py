@@ -1,4 +1,4 @@
-"""What a server is told: one table for Python, `serve run` and the command line."""
+"""Settings of a server: one table for Python, `serve run` and the command line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ class Settings(BaseModel):
     """The model of a server, how it runs, and what a request may ask for.
 
     Raises:
-        pydantic.ValidationError: a ValueError; no such setting, or not a value that it can have.
+        pydantic.ValidationError: a ValueError; there is no such setting, or its value is invalid.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: Path = Field(
-        description="folder of the model and its tokenizer, as every machine sees it, or their id on the hub"
+        description="folder of the model and its tokenizer, as every machine sees it, "
+        "or their id on the hub"
     )
     name: str = Field("", description="the model's name in answers (default: the folder's)")
     generation: Json[dict[str, Any]] | dict[str, Any] = Field(
@@ -76,10 +77,11 @@ class Settings(BaseModel):
 
     @property
     def shown_name(self) -> str:
+        """The model's name in answers."""
         return self.name or self.model.name
 
     def options(self) -> Options:
-        """What `TextGenerator` is told."""
+        """Return the options of `TextGenerator`."""
         shared = (
             "model",
             "dtype",
@@ -92,7 +94,7 @@ class Settings(BaseModel):
             "batch_tokens",
             "max_source_tokens",
         )
-        given = {name: getattr(self, name) for name in shared}
+        values = {name: getattr(self, name) for name in shared}
         return Options(
-            **given, generation={"max_new_tokens": self.max_new_tokens} | self.generation
+            **values, generation={"max_new_tokens": self.max_new_tokens} | self.generation
         )

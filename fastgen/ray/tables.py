@@ -1,4 +1,4 @@
-"""The input of a run as tables of a few rows, from files of any filesystem that pyarrow knows."""
+"""Input of a run as small tables, from files of any filesystem that pyarrow knows."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class Tables:
     """Files of one format, in the order of their names.
 
     Args:
-        place: a file, or a folder of files (those whose names begin with a dot or an underscore aside).
-        kind: one of `FORMATS`; None: what the names say, before a suffix such as .gz.
+        place: a file, or a folder of files. Files whose names begin with a dot or an underscore are
+            ignored.
+        kind: one of `FORMATS`; None: by the endings of the names, before a suffix such as .gz.
 
     Raises:
-        CommandError: there are none, or their format is not known.
+        CommandError: nothing can be read there, or the format is unknown.
     """
 
     def __init__(self, place: str, kind: str | None = None) -> None:
@@ -53,13 +54,13 @@ class Tables:
         self.kind = found
 
     def read(self, rows: int) -> Iterator[pa.Table]:
-        """All rows in their order, in tables of at most so many.
+        """Yield all rows in order, in tables of at most `rows` rows.
 
-        Columns of JSON lines are those that a table's rows have, in the order in which they appear, with nulls where a
-        row has them not; those of CSV are strings.
+        For JSON lines, the columns of a table are the fields of its rows, in order of appearance,
+        with nulls for missing fields. Columns of CSV are strings.
 
         Raises:
-            CommandError: a file does not hold what its format says.
+            CommandError: a file is not of its format.
         """
         for path in self.paths:
             try:
@@ -87,7 +88,7 @@ def _kind(path: str) -> str | None:
 
 
 def _lines(system: Any, path: str) -> Iterator[tuple[int, str]]:
-    """Lines and their numbers; they end at line feeds, with or without a carriage return, and at nothing else.
+    """Yield lines and their numbers. Only line feeds end a line, with or without a carriage return.
 
     Raises:
         ValueError: a line is not UTF-8.
@@ -112,7 +113,7 @@ def _jsonl(system: Any, path: str, rows: int) -> Iterator[pa.Table]:
     while some := list(islice(lines, rows)):
         objects = [_object(number, line) for number, line in some]
         try:
-            table = pa.Table.from_struct_array(pa.array(objects))  # of objects without fields, too
+            table = pa.Table.from_struct_array(pa.array(objects))  # works without fields, too
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             raise ValueError(
                 f"lines {some[0][0]} to {some[-1][0]}: {models.first_line(error)}"
@@ -133,7 +134,7 @@ def _object(number: int, line: str) -> dict[str, Any]:
 def _csv(system: Any, path: str, rows: int) -> Iterator[pa.Table]:
     import pyarrow.csv
 
-    # All columns are strings, as they stand: "001" is no number, "NA" no null, and an empty line a row.
+    # All columns are verbatim strings: "001" is no number, "NA" no null, and an empty line a row.
     parsing = pyarrow.csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=False)
     with (
         system.open_input_stream(path) as file,

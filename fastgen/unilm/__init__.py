@@ -1,6 +1,8 @@
-"""UniLM: a BERT that writes, as a model class of transformers' own kind (Dong et al. 2019; s2s-ft, Bao et al. 2021).
+"""UniLM, a BERT that generates text, as a transformers model class.
 
-Importing it makes the type "unilm" known to AutoConfig and AutoModelForSeq2SeqLM.
+Importing this package registers the model type "unilm" with AutoConfig and AutoModelForSeq2SeqLM.
+
+Sources: Dong et al. 2019 (UniLM); Bao et al. 2021 (s2s-ft).
 """
 
 from transformers import AutoConfig, AutoModelForSeq2SeqLM

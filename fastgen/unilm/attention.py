@@ -1,4 +1,4 @@
-"""Attention of a text in which masks ask: what they see of each other is nothing, and nothing else sees them."""
+"""UniLM's self-attention: regular tokens, plus mask tokens that only query."""
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,11 @@ from fastgen.unilm.config import UniLMConfig
 
 
 class UniLMSelfAttention(nn.Module):
-    """Attention of the tokens that stay (source and target) and of the masks behind them.
+    """Self-attention of regular tokens (source and target) and of the mask tokens after them.
 
-    All see the tokens that stay, as far as `visible` says; a mask also sees itself. So the masks need no keys beside
-    those of the text, and a cache holds what stays.
+    All tokens attend to the regular tokens, as far as `visible` permits. A mask token also attends
+    to itself, and no other token attends to it. The KV cache therefore stores the regular tokens
+    only.
     """
 
     def __init__(self, config: UniLMConfig, layer: int) -> None:
@@ -29,9 +30,17 @@ class UniLMSelfAttention(nn.Module):
         self.dropout = nn.Dropout(config.attention_probs_dropout_prob)
 
     def forward(self, x: Tensor, masks: int, visible: Tensor | None, past: Cache | None) -> Tensor:
-        """Return (R, L, C) for x (R, L, C), the last `masks` of which are masks.
+        """Compute self-attention.
 
-        visible: additive, broadcastable to (R, 1, L, N) over the N tokens that stay, those of `past` first.
+        Args:
+            x: (R, L, C); the last `masks` tokens are mask tokens.
+            masks: Number of mask tokens.
+            visible: Additive mask, broadcastable to (R, 1, L, N) over the N regular tokens, those
+                of `past` first.
+            past: KV cache of regular tokens, or None.
+
+        Returns:
+            (R, L, C).
         """
         query, own_keys, own_values = (
             part(x).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
@@ -53,11 +62,19 @@ class UniLMSelfAttention(nn.Module):
         self, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, own_keys: Tensor,
         own_values: Tensor, asks: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return (B, H, Q, D) for queries, each with a key and value of its own, (B, H, Q, D).
+        """Attend to shared keys and, where `asks` is set, to each query's own key.
 
         Args:
-            keys, values: (B, H, N, D). visible: additive, broadcastable to (B, H, Q, N); None where all is seen.
-            asks: (Q,) bool, which queries see the key of their own.
+            query: (B, H, Q, D).
+            keys: (B, H, N, D).
+            values: (B, H, N, D).
+            visible: Additive mask, broadcastable to (B, H, Q, N); None if all keys are visible.
+            own_keys: (B, H, Q, D), the own key of each query.
+            own_values: (B, H, Q, D), the own value of each query.
+            asks: (Q,) bool, the queries that see their own key.
+
+        Returns:
+            (B, H, Q, D).
         """
         query = query * self.scaling
         scores = query @ keys.transpose(2, 3)
@@ -71,10 +88,13 @@ class UniLMSelfAttention(nn.Module):
         return weights[..., :-1] @ values + weights[..., -1:] * own_values
 
     def _of_beams(
-        self, step: BeamAttention, query: Tensor, layer: Layer, visible: Tensor | None, own_keys: Tensor,
-        own_values: Tensor, asks: Tensor,
+        self, step: BeamAttention, query: Tensor, layer: Layer, visible: Tensor | None,
+        own_keys: Tensor, own_values: Tensor, asks: Tensor,
     ) -> Tensor:  # fmt: skip
-        """The same over the shared cache, which a decode step's ticket names: all beams of a sentence are queries."""
+        """Run `mix` over the shared cache, whose keys and values `layer` holds.
+
+        All beams of a sentence are queries of one attention call.
+        """
         b, m, n = step.sentences, step.beams, query.shape[2]
         slots = step.begin_layer(layer, visible, None, query.dtype)
         slots = None if slots is None else slots.repeat_interleave(n, 2)  # (B, 1, M * L, N)

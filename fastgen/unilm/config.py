@@ -1,10 +1,10 @@
-"""The configuration of a UniLM: that of a BERT, and which tokens and types are those of a target."""
+"""Configuration of UniLM: BERT's, plus the tokens and token types of a target."""
 
 from typing import Any
 
 from transformers import BertConfig
 
-# Keys of published configs under which a model computes something else, and what is said of each.
+# Keys of published configs that select unsupported variants, and their description in messages.
 _REFUSED = {
     "rel_pos_bins": "relative position buckets (unilm2)",
     "new_pos_ids": "position tables of several tasks",
@@ -17,16 +17,17 @@ _ONE = {"num_qkv": "several projections per layer", "relax_projection": "heads o
 
 
 class UniLMConfig(BertConfig):
-    """A BertConfig, with what s2s-ft adds to it.
+    """A BertConfig with the additional settings of s2s-ft.
 
     Attributes:
-        source_type_id, target_type_id: type (segment) of a source's tokens and of a target's; 4 and 5 in UniLM 1.
-        mask_token_id: the token that stands where one is to be predicted.
-        decoder_start_token_id: stands before a target in `decoder_input_ids`; the model does not read it.
-        label_smoothing: of the loss, 0.1 in s2s-ft.
+        source_type_id: Token type (segment) of source tokens; 4 in UniLM 1.
+        target_type_id: Token type (segment) of target tokens; 5 in UniLM 1.
+        mask_token_id: The token whose output predicts the target at its position.
+        decoder_start_token_id: First token of `decoder_input_ids`; the model does not read it.
+        label_smoothing: Label smoothing of the loss; 0.1 in s2s-ft.
 
     Raises:
-        ValueError: a published config asks for what is not computed here, or a token or type has no embedding.
+        ValueError: The config selects an unsupported variant, or a token or type has no embedding.
     """
 
     model_type = "unilm"
@@ -47,7 +48,7 @@ class UniLMConfig(BertConfig):
             if (kwargs.get(name) or 0) > 1:
                 raise ValueError(f"a UniLM with {what} is not supported: {name}={kwargs[name]!r}")
         super().__post_init__(**kwargs)
-        # A BERT's own config has no use for these.
+        # A BERT config may set these to None.
         self.is_encoder_decoder = True
         self.decoder_start_token_id = (
             101 if self.decoder_start_token_id is None else self.decoder_start_token_id

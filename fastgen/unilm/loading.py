@@ -1,4 +1,7 @@
-"""Checkpoints of UniLM: folders of transformers, a plain BERT's among them, and files as s2s-ft publishes them."""
+"""Loading of UniLM checkpoints, in transformers' format or as s2s-ft publishes them.
+
+A plain BERT in transformers' format can be loaded too.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +22,7 @@ _SPECIAL = {
 _TOKENIZERS = (
     "tokenizer.json",
     "vocab.txt",
-)  # without one of these files transformers makes a small one up
+)  # if all of them are missing, transformers makes up a small tokenizer
 _POSITIONS = "bert.embeddings.position_embeddings.weight"
 
 
@@ -31,21 +34,25 @@ def load(
 ) -> UniLMForConditionalGeneration:
     """Load a UniLM, a MiniLM or a plain BERT, in evaluation mode.
 
-    Nothing in a file is executed: what torch has saved is read with `weights_only=True`.
+    No code from a file is executed: torch files are read with `weights_only=True`.
 
     Args:
-        weights: a folder of a UniLM or a BERT as `save_pretrained` writes it (what a BERT's has no head for is fresh,
-            as transformers then says, and its tokenizer says which its special tokens are); or a file of s2s-ft's, such
-            as `unilm1.2-base-uncased.bin`.
-        config: the JSON file that is published beside such a file; of a folder, the `config.json` in it.
-        max_position_embeddings: so many positions, where the checkpoint has others: its table is cut, or begins again
-            behind its end, as s2s-ft lengthens it.
-        **kwargs: values of the config, as `source_type_id=4`, and arguments of `from_pretrained`, as `dtype`.
+        weights: A directory of a UniLM or a BERT, as `save_pretrained` writes it; or a file of
+            s2s-ft, such as `unilm1.2-base-uncased.bin`. Weights that a BERT lacks are newly
+            initialized, as transformers then reports, and its tokenizer supplies the special
+            tokens.
+        config: The JSON file that is published with such a file. For a directory, None selects its
+            `config.json`.
+        max_position_embeddings: Number of positions, if it is to differ from the checkpoint's. The
+            position table is truncated, or repeated from its start, as s2s-ft extends it.
+        **kwargs: Config values, such as `source_type_id=4`, and arguments of `from_pretrained`,
+            such as `dtype`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the config asks for what is not computed here, a file lacks weights of a UniLM, or a BERT's folder
-            has no tokenizer and `mask_token_id`, `decoder_start_token_id` and `eos_token_id` are not given.
+        FileNotFoundError: A file does not exist.
+        ValueError: The config selects an unsupported variant; a file lacks weights of a UniLM, or
+            its `config` is None; or a BERT's directory has no tokenizer, and `mask_token_id`,
+            `decoder_start_token_id` and `eos_token_id` are not all given.
     """
     weights = Path(weights)
     if weights.is_dir():
@@ -55,8 +62,8 @@ def load(
             f"config is None: it must name the JSON file that was published beside {weights}"
         )
     else:
-        wanted, model = _of_file(weights, Path(config), kwargs)
-        max_position_embeddings = max_position_embeddings or wanted
+        positions, model = _of_file(weights, Path(config), kwargs)
+        max_position_embeddings = max_position_embeddings or positions
     if (
         max_position_embeddings is not None
         and max_position_embeddings != model.config.max_position_embeddings
@@ -79,18 +86,18 @@ def _of_folder(
 
 
 def _special_tokens(folder: Path, kind: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The tokens that a UniLM needs and a BERT's config does not name, by the tokenizer in its folder.
+    """Return the special tokens that a UniLM needs and a BERT config lacks, from its tokenizer.
 
     Raises:
-        ValueError: there is none, and not all are given.
+        ValueError: There is no tokenizer, and not all of the tokens are given.
     """
     missing = [name for name in _SPECIAL if name not in given]
     if not missing:
         return {}
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ValueError(
-            f"{folder} holds a {kind} without a tokenizer, so that its [MASK], [CLS] and [SEP] are not known: "
-            f"{', '.join(missing)} must be given"
+            f"{folder} holds a {kind} without a tokenizer, so that its [MASK], [CLS] and [SEP] are "
+            f"not known: {', '.join(missing)} must be given"
         )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return {
@@ -102,19 +109,27 @@ def _special_tokens(folder: Path, kind: str, given: dict[str, Any]) -> dict[str,
 def _of_file(
     file: Path, config: Path, kwargs: dict[str, Any]
 ) -> tuple[int, UniLMForConditionalGeneration]:
-    """Return how many positions the config of a published file asks for, and the model with those that it has."""
+    """Load a published file.
+
+    Returns:
+        The number of positions that the config requests, and the model, which has as many positions
+        as the file.
+    """
     read, rest = _config(config, kwargs)
-    found: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
-    # Older files name a norm's parameters as TensorFlow did.
+    tensors: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    # Older files use TensorFlow's names for a norm's parameters.
     state = {
         name.replace("LayerNorm.gamma", "LayerNorm.weight").replace(
             "LayerNorm.beta", "LayerNorm.bias"
         ): value
-        for name, value in found.items()
+        for name, value in tensors.items()
     }
     if _POSITIONS not in state:
         raise ValueError(f"{file} holds no weights of a UniLM: there is no {_POSITIONS}")
-    wanted, read.max_position_embeddings = read.max_position_embeddings, state[_POSITIONS].shape[0]
+    positions, read.max_position_embeddings = (
+        read.max_position_embeddings,
+        state[_POSITIONS].shape[0],
+    )
     loaded: Any = UniLMForConditionalGeneration.from_pretrained(
         None, config=read, state_dict=state, output_loading_info=True, **rest
     )
@@ -122,22 +137,24 @@ def _of_file(
     missing = sorted(name for name in info["missing_keys"] if name.startswith("bert."))
     if missing:
         raise ValueError(f"{file} lacks {len(missing)} weights of a UniLM, {missing[0]} among them")
-    return wanted, model
+    return positions, model
 
 
 def _config(file: Path, kwargs: dict[str, Any]) -> tuple[UniLMConfig, dict[str, Any]]:
-    """Return the config of a JSON file with the values that are given for it, and what else is given."""
+    """Return the config of a JSON file, updated with `kwargs`, and the remaining arguments."""
     values: dict[str, Any] = json.loads(file.read_text("utf-8"))
     values.pop("model_type", None)
     known = UniLMConfig.__dataclass_fields__
-    given = {name: value for name, value in kwargs.items() if name in known and name != "dtype"}
-    return UniLMConfig(**values | given), {
-        name: value for name, value in kwargs.items() if name not in given
+    config_values = {
+        name: value for name, value in kwargs.items() if name in known and name != "dtype"
+    }
+    return UniLMConfig(**values | config_values), {
+        name: value for name, value in kwargs.items() if name not in config_values
     }
 
 
 def _set_positions(model: UniLMForConditionalGeneration, count: int) -> None:
-    """Give a model a table of `count` positions."""
+    """Resize a model's position table to `count` rows."""
     embeddings: Any = model.bert.embeddings
     rows = (
         torch.arange(count, dtype=torch.int64, device="cpu") % model.config.max_position_embeddings

@@ -1,12 +1,14 @@
-"""UniLM as an encoder-decoder of transformers: one stack of BERT layers reads the source and writes the target.
+"""UniLM as an encoder-decoder of transformers: one BERT stack reads the source, writes the target.
 
-The formulation is that of s2s-ft (fine-tuning with pseudo-masks), whose decoding is also that of UniLM 1, 1.2 and of
-MiniLM. A text is a source, a target, and masks. Tokens of the source see all of it, both ways. A token of the target
-sees the source, the targets before it, and itself. The mask at a target's position sees the source, the targets before
-that position, and itself; what comes out of it is the prediction of that target. So a decode step runs two tokens: the
-newest target, whose keys and values stay, and a mask, whose keys and values nobody sees afterwards.
+The formulation is that of s2s-ft (fine-tuning with pseudo-masks); UniLM 1, 1.2 and MiniLM decode
+the same way. A sequence consists of a source, a target, and mask tokens. Source tokens attend to
+the whole source, bidirectionally. A target token attends to the source, to earlier targets, and to
+itself. The mask at a target's position attends to the source, to the targets before that position,
+and to itself; its output predicts that target. So a decode step runs two tokens: the newest target,
+whose keys and values are cached, and a mask, whose keys and values no later token sees.
 
-Sources: Dong et al. 2019 (UniLM); Bao et al. 2020 (UniLMv2, pseudo-masks); Bao et al. 2021 (s2s-ft).
+Sources: Dong et al. 2019 (UniLM); Bao et al. 2020 (UniLMv2, pseudo-masks); Bao et al. 2021
+(s2s-ft).
 """
 
 from typing import Any, cast
@@ -30,11 +32,11 @@ from fastgen.unilm.attention import UniLMSelfAttention
 from fastgen.unilm.config import UniLMConfig
 
 IGNORED = -100
-"""The label that is no target, as everywhere in transformers."""
+"""Label of positions that are not targets, as everywhere in transformers."""
 
 
 class UniLMAttention(nn.Module):
-    """Attention and what is behind it; modules have the names of BERT's checkpoints."""
+    """Self-attention with output projection, residual and norm; BERT checkpoints' module names."""
 
     def __init__(self, config: UniLMConfig, layer: int) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class UniLMAttention(nn.Module):
 
 
 class UniLMLayer(nn.Module):
-    """A layer of BERT."""
+    """A BERT layer with `UniLMSelfAttention`."""
 
     def __init__(self, config: UniLMConfig, layer: int) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class UniLMLayer(nn.Module):
 
 
 class UniLMLayers(nn.Module):
-    """All layers; arguments as `UniLMSelfAttention.forward`."""
+    """All layers; the arguments are those of `UniLMSelfAttention.forward`."""
 
     def __init__(self, config: UniLMConfig) -> None:
         super().__init__()
@@ -76,7 +78,10 @@ class UniLMLayers(nn.Module):
 
 
 class UniLMStack(nn.Module):
-    """Embeddings and layers. What it does as an encoder is to embed the source: layers read it with the target."""
+    """Embeddings and layers.
+
+    As an encoder it only embeds the source; the layers process it together with the target.
+    """
 
     main_input_name = "input_ids"
 
@@ -94,7 +99,18 @@ class UniLMStack(nn.Module):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutput:
-        """Embed a source: input_ids and attention_mask (B, S) int64, padded at any side, to (B, S, C)."""
+        """Embed a source.
+
+        Args:
+            input_ids: (B, S) int64.
+            attention_mask: (B, S) int64; padding may be on either side.
+            output_attentions: Unused.
+            output_hidden_states: Unused.
+            return_dict: Unused.
+
+        Returns:
+            The embeddings (B, S, C), as `last_hidden_state`.
+        """
         if attention_mask is None:
             positions = torch.arange(
                 input_ids.shape[1], device=input_ids.device, dtype=torch.int64
@@ -105,35 +121,43 @@ class UniLMStack(nn.Module):
         return BaseModelOutput(last_hidden_state=cast(Any, embedded))
 
     def embed(self, ids: Tensor, positions: Tensor, type_id: int, most: int) -> Tensor:
-        """Return the embeddings (B, L, C) of ids at positions below `most`, (B, L) both.
+        """Return the embeddings (B, L, C) of tokens.
+
+        Args:
+            ids: (B, L) int64.
+            positions: (B, L) int64, all below `most`.
+            type_id: Token type of all tokens.
+            most: Upper bound of the positions, known without reading the device.
 
         Raises:
-            ValueError: there are not so many positions.
+            ValueError: A position is not below `max_position_embeddings`.
         """
         there = self.config.max_position_embeddings
         if most > there and int(positions.max()) >= there:
             raise ValueError(
-                f"source and target have {int(positions.max()) + 1} positions, and max_position_embeddings is {there}"
+                f"source and target have {int(positions.max()) + 1} positions, and "
+                f"max_position_embeddings is {there}"
             )
         return self.embeddings(ids, torch.full_like(ids, type_id), positions)
 
 
 class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
-    """UniLM with its head: `generate` as any encoder-decoder has it, and `labels` for fine-tuning.
+    """UniLM with its head: `generate` as for any encoder-decoder, and `labels` for fine-tuning.
 
-    `input_ids` is the source, `[CLS] ... [SEP]`. `decoder_input_ids` and what `generate` returns begin with
-    `decoder_start_token_id`, which only says that a target begins. Checkpoints: `fastgen.unilm.load`.
+    `input_ids` is the source, `[CLS] ... [SEP]`. `decoder_input_ids` and the output of `generate`
+    begin with `decoder_start_token_id`, which only marks the start of a target. Load checkpoints
+    with `fastgen.unilm.load`.
     """
 
     config_class = UniLMConfig
     base_model_prefix = "bert"
     main_input_name = "input_ids"
-    _tied_weights_keys = {
+    _tied_weights_keys = {  # noqa: RUF012 - transformers declares it so
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     }
-    # What s2s-ft and BERT save beside: a copy of the embeddings, and heads of pretraining.
-    _keys_to_ignore_on_load_unexpected = [
+    # Also in checkpoints of s2s-ft and BERT: a copy of the embeddings, and pretraining heads.
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012
         r"cls\.predictions\.decoder_weight", r"bert\.pooler\.", r"cls\.seq_relationship\."
     ]  # fmt: skip
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = (
@@ -150,13 +174,16 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As of any model of transformers. A plain BERT's folder says nothing of generation: then the config does."""
-        found: Any = super().from_pretrained(*args, **kwargs)
-        model = found[0] if isinstance(found, tuple) else found
+        """Load a model as transformers does; the config supplies missing generation settings.
+
+        A plain BERT's directory has no generation settings.
+        """
+        loaded: Any = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
             if getattr(model.generation_config, name) is None:
                 setattr(model.generation_config, name, getattr(model.config, name))
-        return found
+        return loaded
 
     def get_encoder(self, modality: str | None = None) -> UniLMStack:
         return self.bert
@@ -175,7 +202,7 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         self.cls.predictions.bias = new_embeddings.bias
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Return decoder_input_ids (B, T) for labels (B, T): shifted by one, behind the start token."""
+        """Return decoder_input_ids (B, T) for labels (B, T), shifted by the start token."""
         start = labels.new_full((labels.shape[0], 1), self.config.decoder_start_token_id)
         targets = labels[:, :-1].masked_fill(
             labels[:, :-1] == IGNORED, self.config.pad_token_id or 0
@@ -186,9 +213,10 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         cast(Any, super())._validate_model_kwargs(model_kwargs)
         past = cache_of(model_kwargs)
         if past is not None and past.get_seq_length():
-            # `generate` would take the source's share of it for tokens of the target.
+            # `generate` would count the source's tokens in the cache as target tokens.
             raise ValueError(
-                f"a UniLM begins with an empty cache, and the one given holds {past.get_seq_length()} tokens"
+                "a UniLM begins with an empty cache, and the one given holds "
+                f"{past.get_seq_length()} tokens"
             )
 
     def forward(
@@ -207,25 +235,36 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> Seq2SeqLMOutput | tuple[Any, ...]:
-        """Predict the target that follows each of decoder_input_ids.
+        """Predict the target that follows each token of `decoder_input_ids`.
 
         Args:
-            input_ids, attention_mask: the source, (B, S).
-            decoder_input_ids: (B, T); the start token and the targets so far, or, where `cache` holds something,
-                those that it does not hold yet. Made from labels where there are none.
-            decoder_attention_mask: None: targets are not padded, unless behind their labels.
-            encoder_outputs: the embedded source, (B, S, C); in place of input_ids.
-            cache: the KV cache of source and target, which grows; `past_key_values` is its name before transformers
-                5.24.
-            position_ids: None; transformers hands them on as such behind a prompt that was run in chunks.
-            labels: (B, T) int64, the targets; -100 is none.
+            input_ids: (B, S) int64, the source.
+            attention_mask: (B, S) int64, the mask of the source.
+            decoder_input_ids: (B, T) int64, the start token and the targets so far; with a
+                non-empty `cache`, only those that the cache does not contain. None: derived from
+                `labels`.
+            decoder_attention_mask: Must be None: targets have no padding but after the end of their
+                labels.
+            encoder_outputs: The embedded source (B, S, C), instead of `input_ids`.
+            cache: KV cache of source and target, which this call extends.
+            past_key_values: The name of `cache` before transformers 5.24.
+            position_ids: Must be None. transformers passes None too after a prompt that it ran in
+                chunks.
+            labels: (B, T) int64, the targets; -100 is ignored.
+            use_cache: Whether to create a cache if none is passed.
+            output_attentions: Must not be set.
+            output_hidden_states: Must not be set.
+            return_dict: False returns a tuple.
+
         Returns:
-            logits (B, T, V), of a mask behind each; with labels the mean cross-entropy, smoothed as the config says.
+            The logits (B, T, V) of a mask after each token; with `labels` also the mean
+            cross-entropy, smoothed by the config's `label_smoothing`.
 
         Raises:
-            ValueError: there is no source, or no target; together they have more positions than the model; the mask is
-                not the source's; the cache is of a fixed size, which `generate` makes for a target alone; attentions,
-                hidden states or a mask of the target are asked for.
+            ValueError: There is no source or no target; they have more positions than the model;
+                the mask does not match the source; the cache has a fixed size, which `generate`
+                sets for the target alone; or attentions, hidden states, position ids or a mask of
+                the target are passed or requested.
         """
         if output_attentions or output_hidden_states:
             raise ValueError(
@@ -233,7 +272,8 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             )
         if position_ids is not None:
             raise ValueError(
-                f"position_ids are given, {tuple(position_ids.shape)}: a UniLM counts its positions itself"
+                f"position_ids are given, {tuple(position_ids.shape)}: a UniLM counts its "
+                "positions itself"
             )
         if decoder_input_ids is None:
             if labels is None:
@@ -248,15 +288,17 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             cache = EncoderDecoderCache(
                 DynamicCache(config=self.config), DynamicCache(config=self.config)
             )
-        # The source's keys and values stand in one cache with the target's: both are read by one softmax.
+        # One softmax covers source and target, so that their keys and values share one cache.
         past = getattr(cache, "self_attention_cache", cache)
         if past is not None and past.is_compileable:
             raise ValueError(
-                f"a UniLM's cache holds source and target, for which a {type(past).__name__} has no room"
+                f"a UniLM's cache holds source and target, for which a {type(past).__name__} has "
+                "no room"
             )
         if decoder_attention_mask is not None:
             raise ValueError(
-                f"decoder_attention_mask is given, {tuple(decoder_attention_mask.shape)}: targets have none"
+                f"decoder_attention_mask is given, {tuple(decoder_attention_mask.shape)}: targets "
+                "have none"
             )
         hidden = self._read(encoder_outputs[0], attention_mask, decoder_input_ids, past, labels)
         logits = self.cls(hidden)
@@ -280,8 +322,8 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         past: Cache | None,
         labels: Tensor | None,
     ) -> Tensor:
-        """Return what the last layer makes of a mask behind each of ids (B, T), (B, T, C)."""
-        asked, length = ids.shape[1], source.shape[1]
+        """Return the last layer's output (B, T, C) for a mask after each of ids (B, T)."""
+        masks, length = ids.shape[1], source.shape[1]
         if source_mask is not None and source_mask.shape[1] != length:
             raise ValueError(
                 f"attention_mask is {tuple(source_mask.shape)}, and the source has {length} tokens"
@@ -290,17 +332,17 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
         targets = ids if held else ids[:, 1:]
         before = held - length if held else 0
         end = before + targets.shape[1]
-        # Of each target by its index: those that stay, and those that are asked for.
+        # Target indices: the new targets, which are cached, then the predictions.
         index = torch.cat(
             [
                 torch.arange(before, end, dtype=torch.int64, device=ids.device),
-                torch.arange(end + 1 - asked, end + 1, dtype=torch.int64, device=ids.device),
+                torch.arange(end + 1 - masks, end + 1, dtype=torch.int64, device=ids.device),
             ]
         ).to(ids.device)
         positions = index + (length if source_mask is None else source_mask.sum(1, keepdim=True))
         positions = positions.expand(ids.shape[0], -1)
-        if labels is not None:  # what is no target has no position that could be too far
-            positions = positions * torch.cat([labels[:, : asked - 1], labels], 1).ne(IGNORED)
+        if labels is not None:  # ignored labels must not exceed the position table
+            positions = positions * torch.cat([labels[:, : masks - 1], labels], 1).ne(IGNORED)
         both = torch.cat([targets, torch.full_like(ids, self.config.mask_token_id)], 1)
         x = self.bert.embed(both, positions, self.config.target_type_id, length + end + 1)
         visible = (
@@ -308,8 +350,9 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
             if source_mask is None
             else F.pad(source_mask.bool(), (0, end), value=True)[:, None, None]
         )
-        if end and (asked > 1 or not held):
-            # A token's rank is the number of targets that it comes behind: it sees what has no higher one.
+        if end and (masks > 1 or not held):
+            # A token's rank is the number of targets up to and including itself. A query sees the
+            # tokens whose rank is not above its own limit.
             none, start = index.new_zeros(length), 0 if held else length
             seen = torch.cat([none[:start], index[: end - before] + 1, index[end - before :]])
             ranks = torch.cat(
@@ -322,4 +365,4 @@ class UniLMForConditionalGeneration(BertPreTrainedModel, GenerationMixin):
                 ~visible, torch.finfo(x.dtype).min
             )
         x = x if held else torch.cat([source, x], 1)
-        return self.bert.encoder(x, asked, visible, past)[:, -asked:]
+        return self.bert.encoder(x, masks, visible, past)[:, -masks:]

@@ -1,8 +1,9 @@
-"""Whether two outputs of `generate` agree: equal, or apart only by near ties.
+"""Check that two outputs of `generate` are equal or differ only by near ties.
 
-Floating point lets two correct programs choose differently where two candidates score the same to within rounding.
-That must not pass for an error, nor an error for that: so the toolkit's own search is replayed from its scores. In half
-precision, where texts part within a few tokens, the errors of the logits are compared instead.
+Two correct programs may choose different tokens where two candidates score the same to within
+rounding. To tell such near ties from errors, the toolkit's own search is replayed from its scores.
+In half precision texts diverge within a few tokens, so the errors of the logits are compared
+instead.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +25,14 @@ from fastgen.decoding.search.near_ties import (
 
 
 class Agreement:
-    """Compares the token ids of the toolkit with another run's.
+    """Comparison of the toolkit's token ids with those of another run.
+
+    `generate` is called again only when the ids differ.
 
     Args:
-        model, inputs, options: what `generate` is called with; only called again when ids differ.
+        model: the model that generated both outputs.
+        inputs: tensor arguments of its `generate` call.
+        options: the other arguments of that call.
     """
 
     def __init__(self, model: Any, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
@@ -40,21 +45,20 @@ class Agreement:
             return Verdict(True)
         if len(stock) != len(other):
             return Verdict(False, note=f"{len(stock)} sequences became {len(other)}")
-        known = (tuple(map(tuple, stock.tolist())), tuple(map(tuple, other.tolist())))
-        if (
-            known not in self._known
-        ):  # the same difference comes back every round, and a replay is slow
-            self._known[known] = self._judge(stock, other)
-        return self._known[known]
+        key = (tuple(map(tuple, stock.tolist())), tuple(map(tuple, other.tolist())))
+        # A replay is slow, and the same difference recurs in every round.
+        if key not in self._known:
+            self._known[key] = self._judge(stock, other)
+        return self._known[key]
 
     def _judge(self, stock: Tensor, other: Tensor) -> Verdict:
         if self.model.dtype in HALVES:
             return self._judge_by_noise(stock, other)
-        found = margins(self.model, self.inputs, self.options, stock, other)
-        if not found:
+        margin_of = margins(self.model, self.inputs, self.options, stock, other)
+        if not margin_of:
             return Verdict(False, note="what follows the end tokens differs")
         return judged(
-            found, self.model.dtype, f"{len(found)} of {len(stock)} sequences", "sequence"
+            margin_of, self.model.dtype, f"{len(margin_of)} of {len(stock)} sequences", "sequence"
         )
 
     def _judge_by_noise(self, stock: Tensor, other: Tensor) -> Verdict:
@@ -63,38 +67,48 @@ class Agreement:
         padded = torch.nn.utils.rnn.pad_sequence(
             [*stock, *other], batch_first=True, padding_value=-1
         )
-        apart = int((padded[: len(stock)] != padded[len(stock) :]).any(1).sum())
-        note = f"{apart} of {len(stock)} sequences differ, {self._noise}"
+        differing = int((padded[: len(stock)] != padded[len(stock) :]).any(1).sum())
+        note = f"{differing} of {len(stock)} sequences differ, {self._noise}"
         return Verdict(False, note=note, within_noise=self._noise.explains)
 
 
 def margins(
     model: Any, inputs: dict[str, Tensor], options: dict[str, Any], stock: Tensor, other: Tensor
 ) -> dict[int, float]:
-    """Return, for each sequence that differs, the margin at which the toolkit's search left the way to `other`.
+    """Return how narrowly the toolkit's search decided against `other`, by sequence.
 
-    Runs the toolkit once more, with its scores. A margin is infinite where the search could not have led there.
+    Runs the toolkit once more, with its scores.
 
     Args:
-        stock, other: (B, length) token ids as `generate` returns them, one sequence per sentence.
+        model: the model that generated both outputs.
+        inputs: tensor arguments of its `generate` call.
+        options: the other arguments of that call.
+        stock: (B, length) token ids of the toolkit, one sequence per sentence.
+        other: (B, length) token ids to compare, one sequence per sentence.
+    Returns:
+        The smallest score gap by which the search may have turned away from `other`, for the number
+        of each sequence that differs. Infinite if the search could not have produced it.
     """
     beams = options.get("num_beams") or model.generation_config.num_beams or 1
-    tells = {"num_return_sequences": beams, "return_dict_in_generate": True, "output_scores": True}
+    scored = {"num_return_sequences": beams, "return_dict_in_generate": True, "output_scores": True}
     with fastgen.disabled():
-        run = model.generate(**inputs, **options | tells)
+        run = model.generate(**inputs, **options | scored)
     ends = end_tokens(options.get("eos_token_id", model.generation_config.eos_token_id))
-    found, prompt = {}, prompt_length(run)
+    margin_of, prompt = {}, prompt_length(run)
     for row, (kept, wanted) in enumerate(zip(stock.tolist(), other.tolist(), strict=True)):
         if up_to_end(kept[prompt:], ends) != up_to_end(wanted[prompt:], ends):
-            found[row] = closest_decision(run, row * beams, beams, wanted, ends)
-    return found
+            margin_of[row] = closest_decision(run, row * beams, beams, wanted, ends)
+    return margin_of
 
 
 def judged(found: Mapping[int, float], dtype: torch.dtype, differing: str, one: str) -> Verdict:
-    """Return the verdict on texts that differ, by the margin at which the toolkit's search left the way to each.
+    """Return the verdict on texts that differ, from the margins that `margins` returned.
 
     Args:
-        found: margins by the texts' numbers. differing, one: what differs and what a number stands for, in words.
+        found: margin by number of the text; not empty.
+        dtype: the model's dtype, which sets the limit of a near tie.
+        differing: what differs, in words, for the note.
+        one: what a number of `found` stands for, in words, for the note.
     """
     limit = NEAR_TIE.get(dtype, 0.0)
     worst, ties = (
@@ -109,13 +123,16 @@ def judged(found: Mapping[int, float], dtype: torch.dtype, differing: str, one: 
 
 
 class Agreements:
-    """Compares the token ids of several batches.
+    """Comparison of the token ids of several batches.
 
     Args:
-        model, batches, options: what `generate` is called with, batch by batch.
+        model: the model that generated the outputs.
+        batches: tensor arguments of `generate`, one dict per batch.
+        options: the other arguments of `generate`, the same for all batches.
 
     Attributes:
-        stock, other: the outputs that were compared last.
+        stock: the toolkit's outputs in the last comparison.
+        other: the outputs that they were compared with.
     """
 
     def __init__(
@@ -137,7 +154,7 @@ class Agreements:
 
     @property
     def tokens(self) -> int:
-        """Of `other`, those behind the prompts, up to the ends."""
+        """Number of tokens generated in `other`: after the prompts, end tokens included."""
         ends = end_tokens(self._model.generation_config.eos_token_id)
         is_text_to_text = self._model.config.is_encoder_decoder
         prompts = [

@@ -1,4 +1,4 @@
-"""How much faster each cell is, from the JSON that `fastgen bench` writes; and what `benchmarks/plot.py` draws with."""
+"""Plot of the speed-ups in the JSON of `fastgen bench`, and helpers for `benchmarks/plot.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ STOCK, FASTGEN, GOAL = "#9a9a9a", "#1f6fb2", "#b3261e"
 
 
 class Bar(NamedTuple):
-    """One comparison: its name, its result, what stands behind its ratio, and the ratio to reach."""
+    """One comparison in a bar chart.
+
+    Attributes:
+        name: label on the axis.
+        result: an outcome as JSON-ready data: its `ratio`, `low` and `high` are drawn.
+        text: what to print after the ratio.
+        target: the ratio to reach, drawn as a mark; None for no mark.
+    """
 
     name: str
     result: Mapping[str, Any]
@@ -22,26 +29,36 @@ class Bar(NamedTuple):
 def panels(
     title: str, size: tuple[float, float], columns: int = 1, fontsize: int = 11
 ) -> tuple[Any, Any]:
-    """Return a figure of matplotlib's and its axes, side by side."""
+    """Return a matplotlib figure and its axes, side by side.
+
+    Args:
+        title: title of the whole figure.
+        size: width and height in inches.
+        columns: number of axes.
+        fontsize: of the title, in points.
+    """
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     rcParams["svg.hashsalt"] = "fastgen"
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=fontsize)
-    found = figure.subplots(1, columns, squeeze=False)[0]
-    for ax in found:
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
-    return figure, found
+    return figure, axes
 
 
 def draw_bars(
     ax: Any, bars: Iterable[Bar], fontsize: float | None = None, names: float | None = None
 ) -> None:
-    """Draw how many times as fast each is, with its interval.
+    """Draw the speed-up of each comparison, with its interval.
 
     Args:
-        fontsize, names: sizes of what stands behind the bars, and of their names; None for matplotlib's own.
+        ax: the axes to draw in.
+        bars: the comparisons, from top to bottom.
+        fontsize: of the text next to the bars, in points; None for matplotlib's default.
+        names: font size of the labels on the axis, in points; None for matplotlib's default.
     """
     bars = list(bars)
     for y, (_, result, text, target) in enumerate(bars):
@@ -57,7 +74,7 @@ def draw_bars(
 
 
 def draw(data: dict[str, Any]) -> Any:
-    """Return a matplotlib figure of the cells whose outputs agree; None where there is none."""
+    """Return a matplotlib figure of the cells whose outputs agree, or None if there are none."""
     cells = [cell for cell in data["cells"] if cell["outcome"] and agrees(cell["outcome"])]
     if not cells:
         return None

@@ -1,4 +1,4 @@
-"""One cell of the table of `fastgen bench`: a model, a number of beams, a size of batches; unpatched and patched."""
+"""One cell of the table of `fastgen bench`: a model, a number of beams and a batch size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ LOOPS = ("transformers.beam_search", "transformers.sample")
 
 @dataclass(frozen=True)
 class Cell:
-    """What was found.
+    """Result of one cell.
 
     Attributes:
-        beams, batch: of its calls.
-        tokens: generated in a round, without what fills a batch.
-        outcome: of the comparison; None where the cell was not measured.
-        counted: what fastgen counted meanwhile.
-        problem: why it was not measured.
+        beams: number of beams.
+        batch: batch size.
+        tokens: tokens generated in a round, without padding.
+        outcome: result of the comparison; None if the cell was not measured.
+        counted: what fastgen counted during the measurement.
+        problem: why the cell was not measured; empty if time ran out.
     """
 
     beams: int
@@ -38,16 +39,16 @@ class Cell:
 
     @property
     def good(self) -> bool:
-        """Whether there is nothing to complain of; no time is no complaint."""
+        """Whether nothing went wrong. A cell that was skipped for lack of time is good."""
         return self.outcome.agrees if self.outcome is not None else not self.problem
 
     @property
     def ran(self) -> bool:
-        """Whether fastgen's loops served its calls."""
+        """Whether fastgen's decode loops served the calls."""
         return any(name in self.counted.hits for name in LOOPS)
 
     def notes(self) -> list[str]:
-        """What else is to be said: what fastgen left off or declined, and why."""
+        """Return what fastgen declined or ran without, with reasons."""
         left_off = [
             f"left off in {count} calls: {what}"
             for what, count in sorted(self.counted.left_off.items())
@@ -59,7 +60,7 @@ class Cell:
         return [*left_off, *declined]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as JSON-ready data."""
+        """Return the cell as JSON-ready data."""
         return {
             "beams": self.beams,
             "batch": self.batch,
@@ -79,13 +80,17 @@ def measure(
     rounds: int,
     seconds: float,
 ) -> Cell:
-    """Generate from all sources by transformers' own code and by fastgen, in turn.
+    """Generate from all sources with transformers' own code and with fastgen, in turn.
 
     Args:
-        sources: token ids; sorted by length, in batches of `batch`.
-        options: of `generate`, beside `num_beams`.
-        rounds: at most; fewer where the time is short, but one, behind another that shows how long it takes.
-        seconds: to spend.
+        model: the model to measure.
+        sources: token ids of each source. Sorted by length and split into batches of `batch`.
+        beams: number of beams.
+        batch: batch size.
+        options: arguments of `generate` besides `num_beams`.
+        rounds: the most rounds to run. There are fewer if time is short, but at least one, after a
+            warm-up round that shows how long a round takes.
+        seconds: time to spend.
     """
     begin = time.perf_counter()
     batches = [one.inputs for one in batches_of(sources, batch, model)]
@@ -102,7 +107,7 @@ def measure(
         if outcome.agrees:
             left = seconds - (time.perf_counter() - begin)
             outcome = compared(max(1, min(rounds, int(left / sum(outcome.rounds[0])))))
-    except Exception as error:  # what a model raises is its own affair, and no other cell's
+    except Exception as error:  # a model that fails in one cell must not end the others
         problem = f"{type(error).__name__}: {first_line(error)}"
         return Cell(beams, batch, counted=counts().since(before), problem=problem)
     return Cell(beams, batch, agreements.tokens, outcome, counts().since(before))

@@ -1,4 +1,4 @@
-"""What fastgen has counted between two moments: which patches ran, and why not."""
+"""What fastgen counted between two moments: which patches ran, and why others did not."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import fastgen
 
 @dataclass(frozen=True)
 class Counts:
-    """Calls, each dict without those that are 0.
+    """Numbers of calls. The dicts hold no zeros.
 
     Attributes:
-        hits: that ran fastgen's code, by patch.
-        fallbacks: that ran the toolkit's own code, by patch and reason.
-        left_off: hits that did without something, by what and why.
+        hits: calls that ran fastgen's code, by patch.
+        fallbacks: calls that ran the toolkit's own code, by patch and fallback reason.
+        left_off: hits that ran without a feature, by feature and reason.
     """
 
     hits: dict[str, int] = field(default_factory=dict[str, int])
@@ -22,7 +22,7 @@ class Counts:
     left_off: dict[str, int] = field(default_factory=dict[str, int])
 
     def since(self, before: Counts) -> Counts:
-        """What has been added since an earlier moment."""
+        """Return what was added since `before`."""
         return Counts(
             _grown(before.hits, self.hits),
             _grown(before.fallbacks, self.fallbacks),
@@ -31,7 +31,7 @@ class Counts:
 
 
 def counts() -> Counts:
-    """What has been counted since the start of the process."""
+    """Return what was counted since the start of the process."""
     rows = fastgen.status().rows
     return Counts(
         {row.name: row.hits for row in rows if row.hits},

@@ -1,7 +1,7 @@
-"""Run plain transformers code unpatched and patched, in one process: is the output the same, and how much faster is it?
+"""Run plain transformers code unpatched and patched: same output, and how much faster?
 
-Part 1 translates real sentences with the small trained model of examples/en-es, part 2 runs a model of BART-large's
-shape. No speed is shown where the outputs differ.
+Part 1 translates real sentences with the small trained model of examples/en-es. Part 2 runs a model
+of BART-large's shape. Both run in one process. No speed is shown where the outputs differ.
 """
 
 import argparse
@@ -29,6 +29,7 @@ TRANSLATIONS_SHOWN = 3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     folder = Path(__file__).resolve().parents[3] / "examples" / "en-es"
     parser.add_argument(
         "--examples",
@@ -59,7 +60,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run both parts; return 1 if an output differed or fastgen did not run."""
+    """Run both parts.
+
+    Returns:
+        1 if an output differed or fastgen did not run; else 0.
+    """
     if args.json and not args.json.resolve().parent.is_dir():
         raise CommandError(f"--json {args.json}: there is no folder {args.json.resolve().parent}")
     try:
@@ -73,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
     rounds = 1 if args.quick else args.rounds
     place = environment()
     print(
-        f"fastgen {place['fastgen']}, transformers {place['transformers']}, torch {place['torch']}, "
-        f"{place['threads']} threads, {place['gpu'] or place['cpu']}\n"
+        f"fastgen {place['fastgen']}, transformers {place['transformers']}, "
+        f"torch {place['torch']}, {place['threads']} threads, {place['gpu'] or place['cpu']}\n"
     )
     workload, text = translation(args.examples, 8 if args.quick else args.sentences)
     parts = [_part(workload, rounds, text)]
@@ -88,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict[str, Any]:
-    """Measure one workload, print what came out, and return it as JSON-ready data."""
+    """Measure one workload, print the result, and return it as JSON-ready data."""
     from fastgen.cli.bench.agreement import Agreements
     from fastgen.cli.bench.measure import compare
     from fastgen.cli.bench.workloads import KVPeak, watched_cache
@@ -114,9 +119,8 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
             def after_batch() -> None:
                 nonlocal before
                 call = last_call()
-                if (
-                    call and call is not before
-                ):  # else transformers' own code ran, and the report is of an earlier call
+                # If transformers' own code ran, the report is of an earlier call.
+                if call and call is not before:
                     before = call
                     kv_fastgen.see(call.kv_bytes)
                     kv_expected.see(call.stock_kv_bytes)
@@ -148,7 +152,7 @@ def _part(workload: "Workload", rounds: int, text: "Text | None" = None) -> dict
 
 
 def _print_figures(part: dict[str, Any], outcome: "Outcome") -> None:
-    """Print what one part found; speed only where fastgen ran and the outputs are the same."""
+    """Print the result of one part; speed only if fastgen ran and the outputs are the same."""
     import torch
 
     from fastgen.cli.bench.measure import MIN_ROUNDS
@@ -160,7 +164,8 @@ def _print_figures(part: dict[str, Any], outcome: "Outcome") -> None:
         print(f"  same output           yes, all {part['sentences']}, in the warm-up and {rounds}")
         if outcome.near_ties:
             print(
-                f"{'':24}({outcome.near_ties} by a near tie: transformers' own decision was by less than {limit:g})"
+                f"{'':24}({outcome.near_ties} by a near tie: "
+                f"transformers' own decision was by less than {limit:g})"
             )
     else:
         print(f"  same output           NO: {outcome.note}; so no speed is shown")
@@ -187,13 +192,14 @@ def _print_figures(part: dict[str, Any], outcome: "Outcome") -> None:
     for name, (stock, ours) in [("", ["transformers", "fastgen"]), *lines]:
         print(f"  {name:<22}{stock:>12}{ours:>12}")
     if timed:
-        # With few rounds the interval is no more than the range of what was seen, and is called that.
+        # With few rounds the bootstrap interval is just the range of the ratios.
         kind = "95% interval" if len(outcome.rounds) >= MIN_ROUNDS else "range"
         spread = (
             f"{kind} {outcome.low:.2f} to {outcome.high:.2f}; " if len(outcome.rounds) > 1 else ""
         )
         print(
-            f"  faster by             {outcome.ratio:.2f}x ({spread}median of {rounds}, alternating)"
+            f"  faster by             {outcome.ratio:.2f}x "
+            f"({spread}median of {rounds}, alternating)"
         )
 
 
@@ -202,7 +208,7 @@ def _mebibytes(count: int | None) -> str:
 
 
 def _translations(text: "Text", translations: list[str]) -> dict[str, Any]:
-    """Print some translations and their BLEU; return all."""
+    """Print some translations and the BLEU of all; return them as JSON-ready data."""
     for i in range(0, len(translations), max(1, len(translations) // TRANSLATIONS_SHOWN))[
         :TRANSLATIONS_SHOWN
     ]:
@@ -227,7 +233,10 @@ def _translations(text: "Text", translations: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def _progress(workload: "Workload", rounds: int) -> Iterator[Any]:
-    """Show a bar that the function it gives moves by one batch; it stands for a warm-up and `rounds` rounds of both."""
+    """Show a progress bar and yield the function that advances it by one batch.
+
+    The bar covers a warm-up and `rounds` rounds of both arms.
+    """
     from tqdm import tqdm
 
     with tqdm(

@@ -1,7 +1,8 @@
-"""Compare the speed of a candidate with a baseline, fairly: alternating, paired, with every output compared.
+"""Fair comparison of a candidate's speed with a baseline's: alternating, paired, outputs compared.
 
-Used by `fastgen demo` and by `benchmarks/`. Machines drift (frequency, neighbours, page cache), so the arms take turns,
-the order is reversed from round to round (A B, B A, ...), and the speed-up is the median of the ratios *within* rounds.
+Used by `fastgen demo`, `fastgen bench` and `benchmarks/`. Machines drift (frequency, neighbours,
+page cache), so the arms take turns, the order is reversed from round to round (A B, B A, ...), and
+the speed-up is the median of the ratios *within* rounds.
 """
 
 from __future__ import annotations
@@ -29,24 +30,22 @@ import fastgen
 T = TypeVar("T")
 
 RESAMPLES = 4000
-MIN_ROUNDS = (
-    5  # before `precision` or `budget` may end a comparison; fewer pairs give no usable interval
-)
-WRITTEN_BY_RUNS = (
-    "benchmarks/results",
-    "docs/plots",
-)  # measuring must not make the tree look modified
+MIN_ROUNDS = 5
+"""Rounds before `precision` or `budget` may end a comparison; fewer give no usable interval."""
+WRITTEN_BY_RUNS = ("benchmarks/results", "docs/plots")
+"""Paths that do not count as modified, since measuring itself writes them."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What comparing two outputs found.
+    """Result of comparing two outputs.
 
     Attributes:
-        equal: the outputs agree, exactly or apart from near ties.
+        equal: the outputs are equal, exactly or apart from near ties.
         near_ties: how many parts of the output (sentences) differ only by a near tie.
         note: what differs, in words.
-        within_noise: they differ, and half precision's rounding explains it (`fastgen.cli.bench.noise`).
+        within_noise: the outputs differ, and the rounding of half precision explains it
+            (`fastgen.cli.bench.noise`).
     """
 
     equal: bool
@@ -56,22 +55,23 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether neither output is wrong: only then does a time say anything."""
+        """Whether neither output is wrong. Only then is a time meaningful."""
         return self.equal or self.within_noise
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of `compare`. When the outputs did not agree it holds no times and no ratio.
+    """Result of `compare`. If the outputs did not agree, it holds no times and no ratio.
 
     Attributes:
         equal: the outputs were equal in the warm-up and in every round.
-        near_ties: the most near ties seen in one round.
+        near_ties: the most near ties in one round.
         rounds: seconds (baseline, candidate) of each round.
-        ratio: median over the rounds of baseline / candidate: above 1 the candidate is faster.
-        low, high: bootstrap 95% interval of that median.
+        ratio: median over the rounds of baseline / candidate; above 1 the candidate is faster.
+        low: lower end of the bootstrap 95% interval of that median.
+        high: upper end of that interval.
         note: what differs, in words.
-        within_noise: where they were not equal, half precision's rounding explains it in all of them.
+        within_noise: outputs differed, and the rounding of half precision explains all differences.
     """
 
     equal: bool
@@ -85,19 +85,21 @@ class Outcome:
 
     @property
     def agrees(self) -> bool:
-        """Whether there are times: the outputs were equal, or rounding explains what differed."""
+        """Whether there are times: the outputs were equal, or rounding explains the differences."""
         return self.equal or self.within_noise
 
     @property
     def baseline_seconds(self) -> float:
+        """Median time of a round of the baseline; NaN without rounds."""
         return statistics.median(a for a, _ in self.rounds) if self.rounds else math.nan
 
     @property
     def candidate_seconds(self) -> float:
+        """Median time of a round of the candidate; NaN without rounds."""
         return statistics.median(b for _, b in self.rounds) if self.rounds else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the outcome as JSON-ready data; figures that do not exist are None."""
+        """Return the outcome as JSON-ready data, with None for each figure that does not exist."""
         figures = {
             "ratio": self.ratio,
             "low": self.low,
@@ -116,12 +118,12 @@ class Outcome:
 
 
 def both(call: Callable[..., T]) -> tuple[Callable[..., T], Callable[..., T]]:
-    """Return a call unpatched, and as it is."""
+    """Return `call` with fastgen disabled, and `call` itself."""
     return fastgen.disabled()(call), call
 
 
 def synchronize(device: str) -> None:
-    """Wait until a CUDA device has done what it was given."""
+    """Wait until a CUDA device has finished its work; do nothing for other devices."""
     if device.startswith("cuda"):
         import torch
 
@@ -141,13 +143,17 @@ def compare(
     """Time `candidate` against `baseline` and compare their outputs in every round.
 
     Args:
-        baseline, candidate: called without arguments; what they return goes to `same`, outside the timed part.
-        rounds: rounds to run, each timing both once; at most so many with `precision` or `budget`.
-        same: `same(baseline_output, candidate_output)` says whether the outputs agree; if not, the comparison ends.
-        warmup: untimed calls of each before the first round; the last ones' outputs are compared too.
+        baseline: called without arguments. Its output goes to `same`, outside the timed part.
+        candidate: called in the same way.
+        rounds: rounds to run, each of which times both once. With `precision` or `budget`, the most
+            rounds to run.
+        same: `same(baseline_output, candidate_output)` decides whether the outputs agree. If they
+            do not, the comparison ends.
+        warmup: untimed calls of each before the first round. The last outputs are compared too.
         synchronize: waits for the device; called before the clock starts and before it stops.
-        precision: stop once the interval's half width is below this share of the ratio (0.01 = 1%).
-        budget: stop once so many seconds have gone into rounds.
+        precision: stop once the half width of the interval is below this share of the ratio (0.01 =
+            1%).
+        budget: stop once the rounds have taken this many seconds.
     Raises:
         ValueError: rounds < 1 or warmup < 0.
     """
@@ -197,9 +203,21 @@ def interleave(
     synchronize: Callable[[], object] | None = None,
     enough: Callable[[list[tuple[float, ...]], float], bool] | None = None,
 ) -> tuple[list[tuple[float, ...]], str | None]:
-    """Time several arms in turn, in alternating order; return the seconds of each round, and the first difference.
+    """Time several arms in turn, in alternating order.
 
-    `check` gets the outputs of one round in the order of `arms` and returns None or what differs, which ends the run.
+    Args:
+        arms: called without arguments, each once per round.
+        rounds: the most rounds to run.
+        check: gets the outputs of one round in the order of `arms`. Returns None, or what differs,
+            which ends the run.
+        warmup: untimed calls of each arm before the first round. The last outputs are checked.
+        synchronize: waits for the device; called before the clock starts and before it stops.
+        enough: gets the times so far and the seconds elapsed. If it returns True, the run ends.
+    Returns:
+        The seconds of each arm in each round, and the first difference or None. With a difference
+        there are no times.
+    Raises:
+        ValueError: rounds < 1 or warmup < 0.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
@@ -227,8 +245,8 @@ def interleave(
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Leave what there is now out of garbage collection: collecting before each call costs little then."""
-    already = gc.get_freeze_count() > 0  # who froze the first ends it
+    """Exclude all present objects from garbage collection, so that later collections are cheap."""
+    already = gc.get_freeze_count() > 0  # the outermost context unfreezes
     gc.collect()
     gc.freeze()
     try:
@@ -239,7 +257,10 @@ def frozen() -> Iterator[None]:
 
 
 def _timed(call: Callable[[], T], synchronize: Callable[[], object] | None) -> tuple[float, T]:
-    """Return the seconds of one call and its result; one arm must not pay for collecting the other arm's garbage."""
+    """Return the seconds of one call, and its result.
+
+    Garbage is collected first, so that no arm pays for another arm's.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -257,17 +278,24 @@ def _timed(call: Callable[[], T], synchronize: Callable[[], object] | None) -> t
 
 
 def agrees(result: Mapping[str, Any]) -> bool:
-    """Whether a result that was written as JSON has times: `Outcome.agrees`."""
+    """Return `Outcome.agrees` for a result read from JSON."""
     return result["equal"] or result.get("within_noise", False)
 
 
 def paired_ratio(
     baseline: Sequence[float], candidate: Sequence[float], seed: int = 0
 ) -> tuple[float, float, float]:
-    """Return the median of baseline[i] / candidate[i] and its bootstrap 95% interval (no interval for one pair)."""
+    """Return the median of baseline[i] / candidate[i] and its bootstrap 95% interval.
+
+    With a single pair, both ends of the interval equal the ratio.
+
+    Raises:
+        ValueError: the lengths differ, or there are no times.
+    """
     if len(baseline) != len(candidate) or not baseline:
         raise ValueError(
-            f"need equally many times of both, at least one; got {len(baseline)} and {len(candidate)}"
+            f"need equally many times of both, at least one; "
+            f"got {len(baseline)} and {len(candidate)}"
         )
     ratios = np.asarray(baseline, dtype=np.float64) / np.asarray(candidate, dtype=np.float64)
     draws = np.random.default_rng(seed).integers(0, len(ratios), (RESAMPLES, len(ratios)))
@@ -276,10 +304,11 @@ def paired_ratio(
 
 
 def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
-    """Return the most bytes that `call` held: on CUDA what torch allocated, on Linux the growth of the resident set.
+    """Return the most bytes that `call` held, or None if that cannot be measured.
 
-    None where neither can be read. The resident set is a coarse measure: memory that an earlier call left with the
-    allocator and that is used again does not show as growth.
+    On CUDA this is the peak of torch's allocations, on Linux the growth of the resident set. The
+    latter is coarse: memory that the allocator kept from an earlier call and reuses does not show
+    as growth.
     """
     gc.collect()
     if device.startswith("cuda"):
@@ -292,9 +321,8 @@ def peak_memory(call: Callable[[], object], device: str = "cpu") -> int | None:
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - held
     try:
-        Path("/proc/self/clear_refs").write_text(
-            "5"
-        )  # sets the high-water mark back to what is resident now
+        # Resets the high-water mark to the present size of the resident set.
+        Path("/proc/self/clear_refs").write_text("5")
         before = _status_bytes("VmRSS")
     except OSError:
         return None
@@ -310,7 +338,10 @@ def _status_bytes(name: str) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Return what a figure depends on: commit, hardware, threads, versions, date. Unknown entries are None."""
+    """Return what a figure depends on: commit, hardware, threads, versions, date.
+
+    Unknown entries are None.
+    """
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -338,10 +369,10 @@ def _version(distribution: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    """Return the commit of the source tree this file lies in and whether tracked or new files differ from it."""
+    """Return the commit of this source tree, and whether changed or new files differ from it."""
     root = Path(__file__).resolve().parents[3]
     unknown = {"git_sha": None, "git_dirty": None}
-    if not (root / ".git").exists():  # installed: a repository further up would be somebody else's
+    if not (root / ".git").exists():  # installed: a repository further up is not fastgen's
         return unknown
     excluded = [f":(exclude){path}" for path in WRITTEN_BY_RUNS]
     try:

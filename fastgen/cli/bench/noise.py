@@ -1,8 +1,8 @@
-"""Whether the rounding of half precision explains that two programs return other tokens.
+"""Check whether half-precision rounding explains that two programs return different tokens.
 
-In bfloat16 and float16 two correct programs part wherever two candidates are close, and one wrong program may never do
-so. What tells them apart is how far their logits are from those of the same weights in float32: a program that computes
-the same in another order is as far from them as the toolkit is.
+In bfloat16 and float16, two correct programs diverge wherever two candidates are close, so equal
+tokens are no criterion. The criterion is the distance of the logits from those of the same weights
+in float32: a program that computes the same in another order is as far from them as the toolkit.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ from fastgen.decoding.search.near_ties import end_tokens, prompt_length
 
 HALVES = (torch.bfloat16, torch.float16)
 LIMIT = 1.25
-"""How many times the toolkit's error fastgen's may be. Over the many log-probabilities of a call the two are within a
-few hundredths of each other; a rounding more, or a mask that is wrong in one place, is more than this."""
+"""Largest allowed ratio of fastgen's error to the toolkit's.
+
+Over the many log-probabilities of a call, the two differ by a few hundredths. One more rounding
+step, or a mask that is wrong in one place, exceeds this limit.
+"""
 
 
 SENTENCES = 32
-"""Looked at, at most: the logits of 140 tokens of each, with 4 beams, are 4 GB."""
+"""The most sentences to examine: 140 tokens of each, with 4 beams, take 4 GB of logits."""
 
 
 @dataclass(frozen=True)
 class Noise:
     """Errors of the logits of a call in half precision, over all tokens of the same texts.
 
-    The error is the root mean square of the difference from the log-probabilities that the toolkit computes with the
-    same weights in float32.
+    An error is the root mean square difference from the log-probabilities that the toolkit computes
+    with the same weights in float32.
 
     Attributes:
-        error: of fastgen's logits, in the very call that generated the texts.
-        own: of the toolkit's, which is made to generate them.
+        error: error of fastgen's logits, from the very call that generated the texts.
+        own: error of the toolkit's logits when it is forced to generate the same texts.
     """
 
     error: float
@@ -46,7 +49,7 @@ class Noise:
 
     @property
     def explains(self) -> bool:
-        """Whether fastgen rounds no worse than the toolkit, so that rounding explains other tokens."""
+        """Whether fastgen's error is at most `LIMIT` times the toolkit's."""
         return self.error <= LIMIT * self.own
 
     def __str__(self) -> str:
@@ -54,12 +57,16 @@ class Noise:
 
 
 def noise(model: Any, inputs: Mapping[str, Tensor], options: Mapping[str, Any]) -> Noise:
-    """Measure the noise of a call of `generate`: it runs once with fastgen, then twice without, in both precisions.
+    """Measure the noise of a call of `generate`.
+
+    Generates once with fastgen. Then the toolkit is forced to generate the same texts, in float32
+    and in the model's own precision.
 
     Args:
-        model: in half precision; a copy of it in float32 is made meanwhile.
-        inputs: tensors of B rows each, of which some are enough.
-        options: further arguments of `generate`; of several beams and sequences, those that are returned are looked at.
+        model: model in half precision. A temporary float32 copy of it is made.
+        inputs: tensors of B rows each; at most `SENTENCES` rows are used.
+        options: the other arguments of `generate`. With several beams, only the returned sequences
+            count.
     """
     inputs = {name: value[:SENTENCES] for name, value in inputs.items()}
     run = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
@@ -76,7 +83,7 @@ def noise(model: Any, inputs: Mapping[str, Tensor], options: Mapping[str, Any]) 
 
 
 def _of_returned(run: Any) -> list[Tensor]:
-    """Logits (B, V) of every step, of the row in which each returned text then was."""
+    """Return the logits (B, V) of every step, of the beam that each returned text was in."""
     if run.get("beam_indices") is None:
         return list(run.logits)
     return [
@@ -86,14 +93,15 @@ def _of_returned(run: Any) -> list[Tensor]:
 
 
 def _forced(model: Any, inputs: Mapping[str, Tensor], texts: Tensor, prompt: int) -> list[Tensor]:
-    """The toolkit's logits (B, V) of every step in which it is made to generate given texts."""
+    """Return the toolkit's logits (B, V) of every step when it is forced to generate `texts`."""
     wanted: list[list[int]] = texts.tolist()
     seen = set(texts.flatten().tolist())
     unused = next(token for token in range(len(seen) + 1) if token not in seen)
     with fastgen.disabled():
         run = model.generate(
-            **inputs, num_beams=1, num_return_sequences=1, do_sample=False, max_new_tokens=texts.shape[1] - prompt,
-            eos_token_id=unused,  # so that texts go on behind their end
+            **inputs, num_beams=1, num_return_sequences=1, do_sample=False,
+            max_new_tokens=texts.shape[1] - prompt,
+            eos_token_id=unused,  # so that no text ends early
             prefix_allowed_tokens_fn=lambda row, ids: [wanted[row][len(ids)]],
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
@@ -101,16 +109,19 @@ def _forced(model: Any, inputs: Mapping[str, Tensor], texts: Tensor, prompt: int
 
 
 def _is_generated(texts: Tensor, ends: set[int]) -> Tensor:
-    """Which tokens (B, T) a search chose: those up to the first end token, and that one."""
+    """Return a mask (B, T) of the tokens that the search chose, first end token included."""
     is_end = torch.isin(texts, torch.tensor(sorted(ends), device=texts.device, dtype=texts.dtype))
     return is_end.cumsum(1) - is_end.long() == 0
 
 
 def _distance(logits: list[Tensor], exact: list[Tensor], generated: Tensor) -> float:
-    """Root mean square of the differences of two runs' log-probabilities at the tokens that were generated."""
+    """Return the RMS difference of two runs' log-probabilities at the generated tokens."""
     squares, count = 0.0, 0
     for step, (one, other) in enumerate(zip(logits, exact, strict=True)):
         rows = generated[:, step]
-        apart = one[rows].float().log_softmax(-1) - other[rows].float().log_softmax(-1)
-        squares, count = squares + float(apart.double().square().sum()), count + apart.numel()
+        difference = one[rows].float().log_softmax(-1) - other[rows].float().log_softmax(-1)
+        squares, count = (
+            squares + float(difference.double().square().sum()),
+            count + difference.numel(),
+        )
     return math.sqrt(squares / count) if count else 0.0

@@ -1,4 +1,4 @@
-"""What `fastgen demo` runs: plain transformers code, on real text and at a large model's shape."""
+"""Workloads of `fastgen demo`: plain transformers code on real text and on a large random model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +26,12 @@ class Workload:
     """A model, its batches, and the arguments of `generate`.
 
     Attributes:
-        name, detail: what it is, for the reader.
-        source_order: the place in the input of each sentence, in the order of the batches.
+        name: title to print.
+        detail: description to print.
+        model: the model.
+        batches: tensor arguments of `generate`, one dict per batch.
+        generate: the other arguments of `generate`.
+        source_order: the position in the input of each sentence, in the order of the batches.
     """
 
     name: str
@@ -39,10 +43,11 @@ class Workload:
 
     @property
     def sentences(self) -> int:
+        """Number of sentences in all batches."""
         return sum(len(batch["input_ids"]) for batch in self.batches)
 
     def run(self, after_batch: Callable[[], object]) -> list[torch.Tensor]:
-        """Return the token ids that are generated for each batch."""
+        """Return the generated token ids of each batch; call `after_batch` after each."""
         outputs: list[torch.Tensor] = []
         for batch in self.batches:
             outputs.append(self.model.generate(**batch, **self.generate))
@@ -52,7 +57,10 @@ class Workload:
 
 @dataclass
 class Text:
-    """The sentences that were translated, in the order of the file, and the means to read the output."""
+    """The sentences to translate, their references, and the tokenizer that decodes the output.
+
+    Both lists are in the order of the file.
+    """
 
     sources: list[str]
     references: list[str]
@@ -70,8 +78,13 @@ class Text:
 
 
 def translation(folder: Path, sentences: int) -> tuple[Workload, Text]:
-    """The trained English-Spanish model on the first lines of the test text, sorted by length, in batches of 32.
+    """Return the trained English-Spanish model with the first lines of the test text.
 
+    The sentences are sorted by length, in batches of 32.
+
+    Args:
+        folder: the example: model/, test.en and test.es.
+        sentences: number of lines to take.
     Raises:
         CommandError: `folder` does not hold the example.
     """
@@ -84,8 +97,9 @@ def translation(folder: Path, sentences: int) -> tuple[Workload, Text]:
     ):
         if not path.is_file():
             raise CommandError(
-                f"{path} is missing. The demo needs the folder examples/en-es of fastgen's source repository, which an "
-                "installed package does not hold: name it with --examples DIR"
+                f"{path} is missing. The demo needs the folder examples/en-es of fastgen's "
+                "source repository, which an installed package does not hold: "
+                "name it with --examples DIR"
             )
     sources, references = (
         (folder / f"test.{language}").read_text("utf-8").splitlines()[:sentences]
@@ -109,7 +123,12 @@ def translation(folder: Path, sentences: int) -> tuple[Workload, Text]:
 
 
 def bart(tokens: int, small: bool) -> Workload:
-    """A model of BART-large's shape with random weights, 4 sources of 512 tokens; `small` is a toy of the same kind."""
+    """Return a model of BART-large's shape with random weights, and 4 sources of 512 tokens.
+
+    Args:
+        tokens: new tokens of each output.
+        small: whether to shrink the model to a toy, with sources of 64 tokens.
+    """
     sizes = {"layers": 2, "ffn_dim": 128, "attention_heads": 4}
     toy: dict[str, Any] = {
         f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in sizes.items()
@@ -122,7 +141,8 @@ def bart(tokens: int, small: bool) -> Workload:
     size = f"{model.num_parameters() / 1e6:.1f}M parameters"
     return Workload(
         name="A toy BART, random weights" if small else "BART-large's shape, random weights",
-        detail=f"{size}; 4 sources of {length} tokens, 4 beams, no repeated 3-gram, {tokens} new tokens",
+        detail=f"{size}; 4 sources of {length} tokens, 4 beams, no repeated 3-gram, "
+        f"{tokens} new tokens",
         model=model,
         batches=[{"input_ids": ids, "attention_mask": torch.ones_like(ids)}],
         generate={
@@ -136,17 +156,18 @@ def bart(tokens: int, small: bool) -> Workload:
 
 @dataclass
 class KVPeak:
-    """The most bytes that the key-value cache held at once; None until something was seen."""
+    """The most bytes that the KV cache held at once; None until something was seen."""
 
     bytes: int | None = None
 
     def see(self, count: int) -> None:
+        """Record a size in bytes."""
         self.bytes = max(self.bytes or 0, count)
 
 
 @contextmanager
 def watched_cache(model: torch.nn.Module, peak: KVPeak) -> Iterator[None]:
-    """Within it, every step of the unpatched `model` reports the bytes of the cache it returns to `peak`."""
+    """Report the size of the KV cache to `peak` after each forward pass of `model`, unpatched."""
 
     def look(_module: torch.nn.Module, _args: object, output: Any) -> None:
         if (cache := getattr(output, CACHE, None)) is not None:
@@ -160,7 +181,10 @@ def watched_cache(model: torch.nn.Module, peak: KVPeak) -> Iterator[None]:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of the keys and values in a transformers cache, of both halves for an encoder-decoder."""
+    """Return the bytes of the keys and values in a transformers cache.
+
+    An encoder-decoder's cache counts with both its self-attention and its cross-attention part.
+    """
     halves = (
         (cache.self_attention_cache, cache.cross_attention_cache)
         if hasattr(cache, "cross_attention_cache")

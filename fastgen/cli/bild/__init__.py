@@ -1,7 +1,8 @@
-"""Make a pair of models ready for big-little decoding: align the small one, and choose the thresholds.
+"""Prepare a pair of models for big-little decoding: align the small one and choose the thresholds.
 
-fastgen bild align LARGE SMALL --input FILE --output FOLDER
-fastgen bild tune LARGE SMALL --input FILE --reference FILE --output CONFIG.json
+Examples:
+    fastgen bild align LARGE SMALL --input FILE --output FOLDER
+    fastgen bild tune LARGE SMALL --input FILE --reference FILE --output CONFIG.json
 """
 
 import argparse
@@ -14,6 +15,7 @@ _COMMANDS = {"align": align, "tune": tune}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands and their arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="tool", required=True, metavar="TOOL")
     for name, module in _COMMANDS.items():
@@ -21,4 +23,5 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run a subcommand; return the exit status."""
     return _COMMANDS[args.tool].run(args)

@@ -1,7 +1,7 @@
-"""Align a small model with a large one: fine-tune it on what the large one writes for a file of sources.
+"""Align a small model with a large one by fine-tuning it on the large one's outputs.
 
-The large model's outputs go to a file beside the output folder, so that a run that was killed goes on where it ended.
-Source: Kim et al. 2023 (BiLD), section 3.5.1.
+The large model's outputs for a file of sources are kept in a file beside the output folder, so that
+a run that was killed resumes where it stopped. Source: Kim et al. 2023 (BiLD), section 3.5.1.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 HELP = "fine-tune the small model on the large model's outputs"
 RECORD = "alignment.json"
 WINDOW = 512
-"""Outputs that a killed run loses at most."""
+"""The most outputs that a killed run loses."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     pair.arguments(parser)
     parser.add_argument(
         "--output",
@@ -42,8 +43,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restart", action="store_true", help="forget the large model's outputs of an earlier run"
     )
-    parser.add_argument("--batch-tokens", type=COUNT, default=4096, metavar="N",
-                        help="source tokens of a batch in which the large model generates (%(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--batch-tokens",
+        type=COUNT,
+        default=4096,
+        metavar="N",
+        help="source tokens of a batch in which the large model generates (%(default)s)",
+    )
     parser.add_argument("--epochs", type=POSITIVE, default=3.0, metavar="N",
                         help="passes over the outputs (%(default)g)")  # fmt: skip
     parser.add_argument(
@@ -66,7 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate, fine-tune, and write the aligned model; what can be wrong is found before the first of it."""
+    """Generate, fine-tune, and write the aligned model. Arguments are checked first."""
     output: Path = args.output
     if output.exists():
         raise CommandError(f"--output {output} exists: name a new folder")
@@ -81,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     small = pair.load_model(args.small, "cpu", "float32")
     _check_writable(small, args.small)
     header = {
-        "large": digest(models.folder_of(args.large)), "input": digest(args.input), "lines": len(lines),
-        "append_eos": args.append_eos, "max_source_tokens": args.max_source_tokens,
+        "large": digest(models.folder_of(args.large)), "input": digest(args.input),
+        "lines": len(lines), "append_eos": args.append_eos,
+        "max_source_tokens": args.max_source_tokens,
         "max_new_tokens": args.max_new_tokens, "dtype": args.dtype,
     }  # fmt: skip
     written = _written(args, header, small, tokenizers, sources, device)
@@ -112,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_writable(model: Any, folder: Path) -> None:
-    """Raise CommandError where transformers would not write the model's generation config."""
+    """Raise CommandError if transformers would refuse to write the model's generation config."""
     try:
         model.generation_config.validate(strict=True)
     except ValueError as error:
@@ -125,7 +132,7 @@ def _written(
     args: argparse.Namespace, header: outputs.Header, small: Any, tokenizers: tuple[Any, ...],
     sources: Sequence[list[int]], device: str,
 ) -> outputs.Outputs:  # fmt: skip
-    """The large model's outputs; it is let go behind them, as its memory is the training's."""
+    """Return the large model's outputs. The model is freed, so that training gets its memory."""
     large = pair.load_model(args.large, device, args.dtype)
     pair.check_pair(large, small, tokenizers)
     file = args.output.with_name(f"{args.output.name}.outputs.jsonl")
@@ -140,7 +147,8 @@ def _written(
     print(f"{file}: the large model's outputs for {len(written)} lines")
     if cut:
         print(
-            f"{cut} of them have all of the {args.max_new_tokens} tokens that --max-new-tokens allows: cut, perhaps"
+            f"{cut} of them have all of the {args.max_new_tokens} tokens "
+            "that --max-new-tokens allows: cut, perhaps"
         )
     sys.stdout.flush()
     return written
@@ -149,7 +157,7 @@ def _written(
 def _generated(
     large: Any, sources: Sequence[list[int]], done: int, args: argparse.Namespace
 ) -> Iterator[list[int]]:
-    """The large model's greedy outputs from the source number `done` on."""
+    """Yield the large model's greedy outputs, starting at source number `done`."""
     from tqdm import tqdm
 
     import fastgen
@@ -174,7 +182,7 @@ def _train(small: Any, data: list[Example], recipe: Recipe, device: str) -> list
 
 
 def _save(small: Any, tokenizer: Any, record: dict[str, Any], source: Path, output: Path) -> None:
-    """Write the model in the type of its source, all at once."""
+    """Write the model atomically, in the dtype of its source."""
     scratch = output.with_name(f"{output.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     stored = models.load_config(source).dtype

@@ -1,4 +1,4 @@
-"""Fine-tuning a small model on a large one's outputs, by transformers' Trainer."""
+"""Fine-tuning of a small model on a large one's outputs, with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainingArguments
 
 Example = dict[str, list[int]]
-_IGNORED = -100  # a label that the loss leaves out
+_IGNORED = -100  # label that the loss ignores
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train.
+    """Training hyperparameters.
 
-    max_steps: of the optimizer, in place of `epochs`.
+    Attributes:
+        epochs: passes over the data.
+        max_steps: optimizer steps; takes precedence over `epochs` unless None.
+        learning_rate: the learning rate at the start.
+        batch_size: examples per optimizer step.
+        label_smoothing: label smoothing factor.
+        seed: random seed of the Trainer.
     """
 
     epochs: float
@@ -34,11 +40,13 @@ class Recipe:
 def examples(
     sources: Sequence[list[int]], outputs: Sequence[list[int]], encoder_decoder: bool
 ) -> list[Example]:
-    """What the small model learns from: every token that the large one wrote, given those before it.
+    """Return the training examples: every token that the large model generated is a label.
 
     Args:
-        outputs: as `generate` returns them: with a start token, or for a decoder-only model with the prompt, which is
-            no label.
+        sources: token ids of each source.
+        outputs: token ids as `generate` returns them: after a start token or, for a decoder-only
+            model, after the prompt. Neither of these is a label.
+        encoder_decoder: whether the model is an encoder-decoder.
     """
     if encoder_decoder:
         return [
@@ -52,7 +60,7 @@ def examples(
 
 
 def collate(batch: Sequence[Example], pad: int) -> dict[str, Tensor]:
-    """A batch of examples, padded behind."""
+    """Return a batch of examples, right-padded, with an attention mask."""
     fill = {"input_ids": pad, "decoder_input_ids": pad, "labels": _IGNORED}
     tensors = {
         name: [torch.tensor(example[name], dtype=torch.int64, device="cpu") for example in batch]
@@ -69,8 +77,12 @@ def collate(batch: Sequence[Example], pad: int) -> dict[str, Tensor]:
 def finetune(
     model: Any, data: list[Example], pad: int, recipe: Recipe, on_cpu: bool
 ) -> list[dict[str, float]]:
-    """Train the model, in fp32 and in place; return the Trainer's log: step, loss, learning rate."""
-    with tempfile.TemporaryDirectory() as folder:  # the Trainer wants one, and writes nothing
+    """Train the model in place, in the dtype of its weights, and return the Trainer's log.
+
+    Returns:
+        Step, loss and learning rate at each logging step.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # required by the Trainer, which leaves it empty
         settings = TrainingArguments(
             output_dir=folder,
             num_train_epochs=recipe.epochs,

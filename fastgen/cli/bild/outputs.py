@@ -1,7 +1,7 @@
-"""What the large model wrote for the lines of a file, on disk, so that a killed run goes on where it ended.
+"""The large model's outputs for the lines of a file, kept on disk so that a killed run can resume.
 
-The file begins with a header of all that the outputs depend on; each line behind it is the tokens of one output, as
-JSON. Its name ends in `.part` until the last one is there.
+The file begins with a header of everything that the outputs depend on. Each line after it holds the
+token ids of one output, as JSON. The name ends in `.part` until the last output is written.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ Outputs = list[list[int]]
 def finished(
     file: Path, header: Header, make: Callable[[int], Iterable[list[int]]], restart: bool
 ) -> Outputs:
-    """The outputs of all lines: those that the file holds, and behind them those that are made now.
+    """Return the outputs of all lines; those that the file does not hold yet are generated.
 
     Args:
-        header: what they depend on, JSON-ready; `lines` of it is how many there are.
-        make: `make(n)` yields the outputs from the n-th line on.
-        restart: forget what there is.
+        file: where the outputs are kept.
+        header: everything that they depend on, JSON-ready; `header["lines"]` is their number.
+        make: `make(n)` yields the outputs from number n on, counted from 0.
+        restart: delete existing outputs first.
     Raises:
-        CommandError: the file's outputs were made otherwise; the message says what differs.
+        CommandError: the file's outputs were made under other conditions; the message says which.
     """
     part = file.with_name(f"{file.name}.part")
     if restart:
@@ -43,7 +44,7 @@ def finished(
         return done
     done, length = _read(part, header) if part.exists() else ([], 0)
     with part.open("r+b" if length else "wb") as stream:
-        stream.truncate(length)  # a line that was being written when the run was killed
+        stream.truncate(length)  # drops a line that a killed run wrote in part
         stream.seek(length)
         if not length:
             stream.write(_line(header))
@@ -62,8 +63,8 @@ def _line(value: Any) -> bytes:
 
 
 def _read(file: Path, header: Header) -> tuple[Outputs, int]:
-    """The outputs of a file, and its bytes up to the end of its last whole line."""
-    *lines, torn = file.read_bytes().split(b"\n")
+    """Return the outputs in a file, and its size in bytes without an incomplete last line."""
+    *lines, incomplete = file.read_bytes().split(b"\n")
     if not lines:
         return [], 0
     try:
@@ -79,4 +80,4 @@ def _read(file: Path, header: Header) -> tuple[Outputs, int]:
         raise CommandError(
             f"{file} was made otherwise: {'; '.join(changed)}. --restart makes its outputs anew"
         )
-    return outputs, file.stat().st_size - len(torn)
+    return outputs, file.stat().st_size - len(incomplete)

@@ -1,4 +1,4 @@
-"""A large and a small model of one tokenizer, from their folders, and the lines of text that they are given."""
+"""A large and a small model with one tokenizer, loaded from their folders, and their sources."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from fastgen.errors import CommandError
 from fastgen.number import COUNT
 
 MAX_NEW_TOKENS = 128
-_UNLIMITED = 10**6  # a tokenizer's model_max_length above this stands for none
+_UNLIMITED = 10**6  # a tokenizer's model_max_length from here on means "no limit"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """What both tools ask for."""
+    """Declare the arguments that `align` and `tune` share."""
     parser.add_argument("large", type=Path, metavar="LARGE", help=models.HELP)
     parser.add_argument("small", type=Path, metavar="SMALL", help=models.HELP)
     parser.add_argument(
         "--input", type=Path, required=True, metavar="FILE", help="UTF-8 text, one source per line"
     )
-    parser.add_argument("--append-eos", action="store_true",
-                        help="end each source with the end token, where the tokenizer does not")  # fmt: skip
+    parser.add_argument(
+        "--append-eos",
+        action="store_true",
+        help="end each source with the end token, where the tokenizer does not",
+    )
     parser.add_argument("--max-source-tokens", type=COUNT, metavar="N",
                         help="cut longer sources (default: what the tokenizer says)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=COUNT, default=MAX_NEW_TOKENS, metavar="N",
@@ -39,18 +42,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def device_of(args: argparse.Namespace) -> str:
-    """The device to run on; torch gets the number of threads on the way."""
+    """Return the device to run on; also set torch's number of threads."""
     return models.usable_device(args.device, args.threads)
 
 
 def check_parent(output: Path) -> None:
-    """Raise CommandError where the folder is missing that an output is to lie in."""
+    """Raise CommandError if the folder that is to hold `output` does not exist."""
     if not output.absolute().parent.is_dir():
         raise CommandError(f"--output {output}: there is no folder {output.absolute().parent}")
 
 
 def load_model(source: Path, device: str, dtype: str) -> Any:
-    """A model, ready to generate, without what an earlier tuning stored with it."""
+    """Load a model for generation, without the options that an earlier tuning stored with it."""
     model = models.load_model(source, device, dtype)
     for name in (*bild_options.NAMES, "assistant_early_exit"):
         vars(model.generation_config).pop(name, None)
@@ -59,10 +62,12 @@ def load_model(source: Path, device: str, dtype: str) -> Any:
 
 
 def greedy(model: Any, max_new_tokens: int) -> dict[str, Any]:
-    """What `generate` is to be given for greedy outputs, whatever the model's own generation config says."""
-    model.generation_config.max_length = (
-        None  # else transformers warns at every call that there are two limits
-    )
+    """Return the arguments of `generate` for greedy search, independent of the model's config.
+
+    The model's own `max_length` is cleared.
+    """
+    # With both limits set, transformers warns at every call.
+    model.generation_config.max_length = None
     return {
         "num_beams": 1,
         "do_sample": False,
@@ -72,12 +77,13 @@ def greedy(model: Any, max_new_tokens: int) -> dict[str, Any]:
 
 
 def check_pair(large: Any, small: Any, tokenizers: tuple[Any, ...]) -> None:
-    """Raise CommandError where two models do not read and write the same tokens."""
+    """Raise CommandError if the two models do not share one vocabulary."""
     from fastgen.patches.transformers.bild.bild_call import options_of
 
     call = {
-        "assistant_model": small, "tokenizer": tokenizers[0], "assistant_tokenizer": tokenizers[1],
-        "fallback_threshold": 0.5, "num_beams": 1, "num_return_sequences": 1,
+        "assistant_model": small, "tokenizer": tokenizers[0],
+        "assistant_tokenizer": tokenizers[1], "fallback_threshold": 0.5, "num_beams": 1,
+        "num_return_sequences": 1,
     }  # fmt: skip
     try:
         options_of(large, call)
@@ -86,10 +92,11 @@ def check_pair(large: Any, small: Any, tokenizers: tuple[Any, ...]) -> None:
 
 
 def read_lines(file: Path) -> list[str]:
-    """The lines of a text file, without their ends.
+    """Return the lines of a text file, without line ends.
 
     Raises:
-        CommandError: there is no such file, it is empty, or not UTF-8; the message has the line.
+        CommandError: the file cannot be read, has no text, or is not UTF-8. The message names the
+            line.
     """
     try:
         data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
@@ -111,10 +118,15 @@ def read_lines(file: Path) -> list[str]:
 def encode(
     tokenizer: Any, lines: Sequence[str], append_eos: bool, limit: int | None
 ) -> list[list[int]]:
-    """The token ids of each line, of `limit` at most.
+    """Return the token ids of each line, truncated to `limit` tokens.
 
+    Args:
+        tokenizer: of both models.
+        lines: the texts.
+        append_eos: whether to append the end token.
+        limit: the most tokens of a line, end token included; None for the tokenizer's own limit.
     Raises:
-        CommandError: a line without a token, or an end token where there is none, or one already.
+        CommandError: a line has no tokens, the tokenizer has no end token, or adds it itself.
     """
     end = tokenizer.eos_token_id
     if append_eos and end is None:
@@ -123,14 +135,15 @@ def encode(
         limit = int(tokenizer.model_max_length)
     room = None if limit is None else limit - append_eos
     options: dict[str, Any] = {} if room is None else {"truncation": True, "max_length": room}
-    found: list[list[int]] = tokenizer(list(lines), **options)["input_ids"]
-    for line, ids in zip(lines, found, strict=True):
+    encoded: list[list[int]] = tokenizer(list(lines), **options)["input_ids"]
+    for line, ids in zip(lines, encoded, strict=True):
         if append_eos and ids[-1:] == [end]:
             raise CommandError(
-                f"--append-eos: the tokenizer ends {line[:60]!r} with {tokenizer.eos_token!r} already"
+                f"--append-eos: the tokenizer ends {line[:60]!r} "
+                f"with {tokenizer.eos_token!r} already"
             )
         if append_eos:
             ids.append(end)
         if not ids:
             raise CommandError(f"{line[:60]!r} has no tokens")
-    return found
+    return encoded

@@ -1,4 +1,4 @@
-"""Quality against speed of the points of a sweep, from the JSON that `fastgen bild tune` writes."""
+"""Plot of quality against speed, from the JSON that `fastgen bild tune` writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _LARGE, _POINT, _LOSSLESS, _CHOSEN = "#9a9a9a", "#1f6fb2", "#d98a29", "#b3261e"
 
 
 def draw(data: dict[str, Any]) -> Any:
-    """Return a matplotlib figure of what `tune` measured."""
+    """Return a matplotlib figure of the measurements of `tune`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -26,12 +26,12 @@ def draw(data: dict[str, Any]) -> Any:
         points = [point for point in data["points"] if (point["rollback"] is None) == lossless]
         speeds = [point["ratio"] for point in points]
         spread = [[p["ratio"] - p["low"] for p in points], [p["high"] - p["ratio"] for p in points]]
-        ax.errorbar(speeds, [p["quality"] for p in points], xerr=spread, fmt="o", markersize=4, linewidth=0.8,
-                    color=colour, label=label)  # fmt: skip
+        ax.errorbar(speeds, [p["quality"] for p in points], xerr=spread, fmt="o", markersize=4,
+                    linewidth=0.8, color=colour, label=label)  # fmt: skip
         for point in points:
             rollback = "" if lossless else f" / {point['rollback']:g}"
-            ax.annotate(f"{point['fallback']:g}{rollback}", (point["ratio"], point["quality"]), fontsize=6,
-                        xytext=(3, 3), textcoords="offset points")  # fmt: skip
+            ax.annotate(f"{point['fallback']:g}{rollback}", (point["ratio"], point["quality"]),
+                        fontsize=6, xytext=(3, 3), textcoords="offset points")  # fmt: skip
     if (chosen := data["chosen"]) is not None:
         ax.plot(
             chosen["ratio"],

@@ -1,6 +1,7 @@
-"""Time and output of several ways to generate from the same batches, which take turns at every batch.
+"""Time and output of several ways to generate from the same batches.
 
-So each way is timed within moments of the first one, and what is left of the machine's drift shows as a spread.
+The ways take turns at every batch, so each is timed within moments of the others. Drift of the
+machine that remains shows as a spread.
 """
 
 from __future__ import annotations
@@ -16,35 +17,43 @@ from torch import Tensor
 from fastgen.cli.bench.measure import frozen, interleave, paired_ratio
 
 WARM_UP = 2
-"""Batches that every way generates once, untimed."""
+"""Number of batches that every way generates once, untimed."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """places: of its sources in the file. inputs: of `generate`."""
+    """A batch of sources.
+
+    Attributes:
+        places: position of each source in the file.
+        inputs: tensor arguments of `generate`.
+    """
 
     places: list[int]
     inputs: dict[str, Tensor]
 
 
 Arm = Callable[[Batch], Any]
-"""A way to generate: returns what `generate` does."""
+"""A way to generate; returns what `generate` returns."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What big-little decoding is asked for; rollback: None for lossless."""
+    """Thresholds of big-little decoding; `rollback` is None for lossless decoding."""
 
     fallback: float
     rollback: float | None
     max_draft: int
 
     def __str__(self) -> str:
-        return f"fallback {self.fallback}, {'lossless' if self.rollback is None else f'rollback {self.rollback}'}"
+        return (
+            f"fallback {self.fallback}, "
+            f"{'lossless' if self.rollback is None else f'rollback {self.rollback}'}"
+        )
 
     @property
     def options(self) -> dict[str, Any]:
-        """As arguments of `generate`, or as fields of a generation config."""
+        """The thresholds as arguments of `generate`, or fields of a generation config."""
         kept = (
             {"lossless": True} if self.rollback is None else {"rollback_threshold": self.rollback}
         )
@@ -53,12 +62,12 @@ class Point:
 
 @dataclass
 class Measured:
-    """What one way did.
+    """Measurements of one way to generate.
 
     Attributes:
-        seconds: of each round through all batches.
-        outputs: token ids (B, L) of each batch, of the first round.
-        counts: of big-little decoding, summed over all texts of a round; empty elsewhere.
+        seconds: time of each round through all batches.
+        outputs: token ids (B, L) of each batch, from the first round.
+        counts: counters of big-little decoding, summed over all texts of a round; else empty.
     """
 
     seconds: list[float]
@@ -66,7 +75,7 @@ class Measured:
     counts: dict[str, int] = field(default_factory=dict[str, int])
 
     def over(self, baseline: Measured) -> dict[str, Any]:
-        """How many times as fast as another one: median over the rounds, and its 95% interval."""
+        """Return the speed-up over `baseline`: median over the rounds and its 95% interval."""
         ratio, low, high = paired_ratio(baseline.seconds, self.seconds)
         return {
             "seconds": self.seconds,
@@ -78,13 +87,16 @@ class Measured:
 
 
 def batches_of(sources: Sequence[list[int]], size: int, model: Any) -> list[Batch]:
-    """Batches of `size` sources of like lengths, padded behind, or before a prompt."""
+    """Return batches of `size` sources of similar length.
+
+    Sources are right-padded for an encoder-decoder and left-padded for a decoder-only model.
+    """
     order = sorted(range(len(sources)), key=lambda place: len(sources[place]))
     pad = model.generation_config.pad_token_id or 0
     side = "right" if model.config.is_encoder_decoder else "left"
     found: list[Batch] = []
-    for at in range(0, len(order), size):
-        places = order[at : at + size]
+    for start in range(0, len(order), size):
+        places = order[start : start + size]
         rows = [torch.tensor(sources[place], dtype=torch.int64, device="cpu") for place in places]
         inputs = {
             name: torch.nn.utils.rnn.pad_sequence(tensors, True, value, side).to(model.device)
@@ -103,8 +115,8 @@ def measure(
     rounds: int,
     advance: Callable[[], object] = lambda: None,
 ) -> dict[str, Measured]:
-    """Generate from all batches by each arm, `rounds` times; `advance` is called behind each batch."""
-    found = {name: Measured([0.0] * rounds) for name in arms}
+    """Generate from all batches with each arm, `rounds` times; call `advance` after each batch."""
+    measured = {name: Measured([0.0] * rounds) for name in arms}
     for batch in batches[:WARM_UP]:
         for arm in arms.values():
             arm(batch)
@@ -121,17 +133,17 @@ def measure(
                     _synchronize,
                 )
                 for name, seconds, output in zip(names, times[0], outputs, strict=True):
-                    found[name].seconds[number] += seconds
+                    measured[name].seconds[number] += seconds
                     if number == 0:
-                        _note(found[name], output)
+                        _note(measured[name], output)
                 advance()
-    return found
+    return measured
 
 
 def texts_of(
     measured: Measured, batches: Sequence[Batch], tokenizer: Any, encoder_decoder: bool
 ) -> list[str]:
-    """What an arm wrote, in the order of the file."""
+    """Return the texts of an arm in the order of the file."""
     texts: dict[int, str] = {}
     for batch, output in zip(batches, measured.outputs, strict=True):
         written = output if encoder_decoder else output[:, batch.inputs["input_ids"].shape[1] :]

@@ -1,7 +1,8 @@
-"""Choose the thresholds of big-little decoding for a pair of models by measuring them on a validation file.
+"""Choose the thresholds of big-little decoding for a pair of models on a validation file.
 
-Every pair of a fallback and a rollback threshold, and each fallback threshold with lossless=True, is timed in turn with
-the large model alone. The fastest one that loses at most --max-loss points goes into a generation config.
+Every pair of a fallback and a rollback threshold, and each fallback threshold with lossless=True,
+is timed in turn with the large model alone. The fastest setting that loses at most --max-loss
+points of quality is written into a generation config.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ FALLBACKS = (0.2, 0.4, 0.6, 0.8)
 ROLLBACKS = (1.0, 2.0, 3.0, 5.0)
 _LARGE = "large"
 _OF_BEAMS = (
-    "early_stopping", "length_penalty", "output_scores", "output_logits", "output_attentions", "output_hidden_states",
+    "early_stopping", "length_penalty", "output_scores", "output_logits", "output_attentions",
+    "output_hidden_states",
 )  # fmt: skip
 _OF_SAMPLING = (
     "temperature",
@@ -47,12 +49,18 @@ _OF_SAMPLING = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     pair.arguments(parser)
     parser.add_argument(
         "--reference", type=Path, required=True, metavar="FILE", help="a reference for each source"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="CONFIG.json|FOLDER",
-                        help="generation config to write; in a folder, its generation_config.json")  # fmt: skip
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="CONFIG.json|FOLDER",
+        help="generation config to write; in a folder, its generation_config.json",
+    )
     parser.add_argument(
         "--metric", choices=list(quality.METRICS), default="bleu", help="(%(default)s)"
     )
@@ -66,8 +74,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="to try",
     )
-    parser.add_argument("--rollback", type=POSITIVE, nargs="*", default=list(ROLLBACKS), metavar="X",
-                        help="to try, beside lossless")  # fmt: skip
+    parser.add_argument("--rollback", type=POSITIVE, nargs="*", default=list(ROLLBACKS),
+                        metavar="X", help="to try, beside lossless")  # fmt: skip
     parser.add_argument("--max-draft", type=COUNT, default=10, metavar="N", help="(%(default)s)")
     parser.add_argument("--batch-size", type=COUNT, default=1, metavar="N", help="(%(default)s)")
     parser.add_argument("--lines", type=COUNT, default=200, metavar="N",
@@ -77,7 +85,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print and choose; return 1 where nothing is to be chosen."""
+    """Measure, print and choose.
+
+    Returns:
+        1 if no setting qualifies, else 0.
+    """
     config_file: Path = (
         args.output if args.output.suffix == ".json" else args.output / "generation_config.json"
     )
@@ -116,7 +128,8 @@ def run(args: argparse.Namespace) -> int:
     if chosen is None:
         within = f"within {args.max_loss:g} points of it" if args.max_loss else "without a loss"
         print(
-            f"nothing is faster than the large model alone {within}: no generation config is written"
+            f"nothing is faster than the large model alone {within}: "
+            "no generation config is written"
         )
         return 1
     _plot(sweep_file)
@@ -130,9 +143,9 @@ def run(args: argparse.Namespace) -> int:
 def choose(
     points: Sequence[dict[str, Any]], quality: float, max_loss: float
 ) -> dict[str, Any] | None:
-    """The fastest point whose quality is at most `max_loss` below that of the large model alone.
+    """Return the fastest point that loses at most `max_loss` in quality against the large model.
 
-    None where none of them is faster than the large model in all that the rounds show (`low`).
+    Returns None if no such point is faster over its whole interval (`low` > 1).
     """
     good = [
         point for point in points if point["quality"] >= quality - max_loss and point["low"] > 1.0
@@ -141,24 +154,28 @@ def choose(
 
 
 def table(data: dict[str, Any]) -> list[str]:
-    """What was measured, a line for each point."""
+    """Return the lines of a table of the measurements, one for each point."""
     large = data["large"]
-    title = f"{'fallback':>8}{'rollback':>10}{data['metric']:>8}{'loss':>7}{'times as fast':>15}{'range':>14}"
+    title = (
+        f"{'fallback':>8}{'rollback':>10}{data['metric']:>8}{'loss':>7}"
+        f"{'times as fast':>15}{'range':>14}"
+    )
     lines = [f"{title}{'tokens/large pass':>19}{'drafted/token':>15}"]
     lines.append(f"{'large alone':>18}{large['quality']:8.2f}{'':7}{1:15.2f}{'':14}{1:19.2f}")
     for point in data["points"]:
         rollback = "lossless" if point["rollback"] is None else f"{point['rollback']:g}"
         counts, spread = point["counts"], f"{point['low']:.2f}-{point['high']:.2f}"
         lines.append(
-            f"{point['fallback']:8g}{rollback:>10}{point['quality']:8.2f}{large['quality'] - point['quality']:7.2f}"
-            f"{point['ratio']:15.2f}{spread:>14}{counts['tokens'] / max(1, counts['large_calls']):19.2f}"
+            f"{point['fallback']:8g}{rollback:>10}{point['quality']:8.2f}"
+            f"{large['quality'] - point['quality']:7.2f}{point['ratio']:15.2f}{spread:>14}"
+            f"{counts['tokens'] / max(1, counts['large_calls']):19.2f}"
             f"{counts['drafted'] / max(1, counts['tokens']):15.2f}"
         )
     return lines
 
 
 def _texts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The sources and references that are measured; blank sources are left out."""
+    """Return the sources and references to measure on; blank sources are skipped."""
     sources, references = (pair.read_lines(file) for file in (args.input, args.reference))
     if len(sources) != len(references):
         raise CommandError(
@@ -172,10 +189,10 @@ def _measured(
     args: argparse.Namespace, large: Any, small: Any, tokenizer: Any, sources: list[list[int]],
     references: Sequence[str], metric: quality.Metric,
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything that a figure rests on, JSON-ready."""
+    """Measure all points; return the measurements and their conditions, JSON-ready."""
     from tqdm import tqdm
 
-    import fastgen
+    import fastgen  # noqa: F401
     from fastgen.cli.bench.measure import environment
     from fastgen.cli.bild import sweep
 
@@ -186,22 +203,20 @@ def _measured(
     ]
     greedy = pair.greedy(large, args.max_new_tokens) | {"return_dict_in_generate": True}
     arms: dict[str, Arm] = {_LARGE: functools.partial(_generate, large, greedy)}
-    always = {
-        "assistant_model": small,
-        "adaptive_draft": False,
-    }  # else lossless points learn of each other's costs
+    # Adaptive drafting would let lossless points learn from each other's costs.
+    always = {"assistant_model": small, "adaptive_draft": False}
     for point in points:
         arms[str(point)] = functools.partial(_generate, large, greedy | point.options | always)
     batches = sweep.batches_of(sources, args.batch_size, large)
     try:
         arms[str(points[0])](batches[0])
-    except ValueError as error:  # models that cannot decode together
+    except ValueError as error:  # the models cannot decode together
         raise CommandError(str(error)) from error
     with tqdm(
         total=args.rounds * len(batches), unit="batch", file=sys.stderr, mininterval=5
     ) as bar:
-        found = sweep.measure(arms, batches, args.rounds, bar.update)
-    alone = found.pop(_LARGE)
+        measurements = sweep.measure(arms, batches, args.rounds, bar.update)
+    alone = measurements.pop(_LARGE)
 
     def score(measured: sweep.Measured) -> float:
         texts = sweep.texts_of(measured, batches, tokenizer, large.config.is_encoder_decoder)
@@ -209,12 +224,12 @@ def _measured(
 
     results = [
         vars(point) | {"quality": score(measured)} | measured.over(alone)
-        for point, measured in zip(points, found.values(), strict=True)
+        for point, measured in zip(points, measurements.values(), strict=True)
     ]
     return {
-        "models": {"large": str(args.large), "small": str(args.small)}, "lines": len(sources),
-        "batch_size": args.batch_size, "metric": args.metric, "signature": metric.signature,
-        "max_loss": args.max_loss, "environment": environment(),
+        "models": {"large": str(args.large), "small": str(args.small)},
+        "lines": len(sources), "batch_size": args.batch_size, "metric": args.metric,
+        "signature": metric.signature, "max_loss": args.max_loss, "environment": environment(),
         "large": {"quality": score(alone), "seconds": alone.seconds}, "points": results,
     }  # fmt: skip
 
@@ -230,22 +245,21 @@ def _point(chosen: dict[str, Any]) -> Point:
 
 
 def _set(config: Any, point: Point) -> None:
-    """Make a generation config one for greedy big-little decoding at a point."""
+    """Set up a generation config for greedy big-little decoding with the thresholds of `point`."""
     config.update(
         num_beams=1,
         do_sample=False,
         num_return_sequences=1,
         **dict.fromkeys((*_OF_SAMPLING, *_OF_BEAMS)),
     )
-    config._from_model_config = (
-        False  # else transformers drops the fields that it does not know when it reads the file
-    )
+    # If True, transformers drops unknown fields when it reads the file.
+    config._from_model_config = False
     for name, value in point.options.items():
         setattr(config, name, value)
 
 
 def _check_writable(config: Any, folder: Path) -> None:
-    """Raise CommandError where transformers would not write what is to be chosen."""
+    """Raise CommandError if transformers would refuse to write the chosen config."""
     from fastgen.cli.bild.sweep import Point
 
     trial = copy.deepcopy(config)
@@ -259,7 +273,7 @@ def _check_writable(config: Any, folder: Path) -> None:
 
 
 def _plot(sweep_file: Path) -> None:
-    """Draw what the sweep's file holds, where there is matplotlib."""
+    """Plot the measurements in the sweep's file, if matplotlib is installed."""
     try:
         from fastgen.cli.bild.plot import draw
 

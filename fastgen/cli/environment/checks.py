@@ -1,4 +1,4 @@
-"""What `fastgen doctor` looks at: every check is a function that yields findings, and changes nothing."""
+"""Checks of `fastgen doctor`: each is a function that yields findings and changes nothing."""
 
 import difflib
 import importlib
@@ -29,11 +29,12 @@ from fastgen.patches import fairseq, transformers
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check has found.
+    """One result of a check.
 
     Attributes:
-        level: ok; note, for what costs speed or is good to know; trouble, where fastgen does not run, or not as asked.
-        text: what there is.
+        level: ok; note, for what costs speed or is good to know; trouble, if fastgen does not run,
+            or not as requested.
+        text: what was found.
         advice: what to do; may be empty.
     """
 
@@ -46,7 +47,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def examine(check: Check) -> list[Finding]:
-    """Return a check's findings; one that ends in an exception, in what surroundings ever, has found a trouble."""
+    """Return the findings of a check; an exception counts as trouble, whatever the environment."""
     found: list[Finding] = []
     try:
         found.extend(check())
@@ -56,12 +57,12 @@ def examine(check: Check) -> list[Finding]:
 
 
 def said(error: Exception) -> str:
-    """An exception in one line."""
+    """Return an exception's type and message as one string."""
     return f"{type(error).__name__}: {error}"
 
 
 def versions() -> Iterator[Finding]:
-    """Python, torch and Triton against what fastgen's own metadata ask for; the toolkits against their guards."""
+    """Check Python, torch, Triton and the toolkits against the versions that fastgen supports."""
     python = metadata.metadata("fastgen-nlp")["Requires-Python"]
     yield _against(
         "Python", platform.python_version(), python, advice="a Python of a supported version"
@@ -85,7 +86,10 @@ def versions() -> Iterator[Finding]:
         fits = found[0].isdigit() and SpecifierSet(toolkit.supported).contains(
             found, prereleases=True
         )
-        text = f"{toolkit.name} {found} ({toolkit.supported} is supported, {toolkit.tested} the newest tested)"
+        text = (
+            f"{toolkit.name} {found} "
+            f"({toolkit.supported} is supported, {toolkit.tested} the newest tested)"
+        )
         if not fits and found[0].isdigit():
             yield Finding(
                 "trouble", f"{text}: fastgen accelerates nothing of it", hints[toolkit.name]
@@ -105,7 +109,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """GPUs, and what of the processor matters: its vector units, and what of torch makes use of them."""
+    """Report the GPUs, the vector units of the CPU, and the kernels that use them."""
     torch = _torch()
     if torch is None:
         return
@@ -113,7 +117,10 @@ def devices() -> Iterator[Finding]:
 
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
-        size = f"{device.total_memory / 2**30:.0f} GiB, compute capability {device.major}.{device.minor}"
+        size = (
+            f"{device.total_memory / 2**30:.0f} GiB, "
+            f"compute capability {device.major}.{device.minor}"
+        )
         yield Finding("ok", f"cuda:{index}: {device.name}, {size}")
     if torch.version.cuda and not torch.cuda.is_available():
         yield Finding(
@@ -128,34 +135,40 @@ def devices() -> Iterator[Finding]:
             "install torch's CUDA build",
         )
 
-    has = torch.cpu.get_capabilities()
+    capabilities = torch.cpu.get_capabilities()
     units = {
         "avx2": "AVX2",
         "avx512_f": "AVX-512",
         "avx512_bf16": "AVX-512 for bf16",
         "amx_bf16": "AMX",
     }
-    there = (
-        ", ".join(text for name, text in units.items() if has.get(name)) or "none of them of x86-64"
+    available = (
+        ", ".join(text for name, text in units.items() if capabilities.get(name))
+        or "none of them of x86-64"
     )
-    yield Finding("ok", f"CPU: {has.get('cpu_name') or platform.machine()}; vector units: {there}")
-    by, reason = linear.described()
-    text = f"fp32 linear layers on the CPU: {by}"
+    yield Finding(
+        "ok",
+        f"CPU: {capabilities.get('cpu_name') or platform.machine()}; vector units: {available}",
+    )
+    implementation, reason = linear.described()
+    text = f"fp32 linear layers on the CPU: {implementation}"
     if reason:
         yield Finding("note", f"{text}: {reason}")
     else:
         yield Finding("ok", f"{text}, with packed weights, where that is faster")
     text = f"attention and the choice of tokens on the CPU, fp32, in C: {native.state()}"
     if native.found().library is None:
-        can = native.found().variant in native.build.VARIANTS
+        compilable = native.found().variant in native.build.VARIANTS
         yield Finding(
             "note",
             text,
-            f"python {native.build.__file__} compiles them (cc, gcc, clang)" if can else "",
+            f"python {native.build.__file__} compiles them (cc, gcc, clang)" if compilable else "",
         )
     else:
         yield Finding("ok", text)
-    if not (has.get("avx512_bf16") or has.get("amx_bf16") or has.get("bf16")):
+    if not (
+        capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
+    ):
         yield Finding(
             "note",
             "no unit of this CPU multiplies in bf16: models in bf16 are slow on it",
@@ -164,7 +177,7 @@ def devices() -> Iterator[Finding]:
 
 
 def patches() -> Iterator[Finding]:
-    """The patches by toolkit, those of one state and reason together, and toolkits that cannot be imported."""
+    """Report patches by toolkit, state and reason, and toolkits that fail to import."""
     modules: defaultdict[str, list[str]] = defaultdict(list)
     for module, problem in import_targets().items():
         modules[problem].append(module)
@@ -176,23 +189,23 @@ def patches() -> Iterator[Finding]:
         )
         yield Finding("trouble", f"{', '.join(names)} cannot be imported: {problem}", advice)
 
-    alike: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
     for row in fastgen.status().rows:
-        alike[row.name.partition(".")[0], row.state, row.reason].append(row.name)
-    for (toolkit, state, reason), names in alike.items():
-        many = f"{toolkit}: {len(names)} patches" if len(names) > 1 else f"{names[0]}:"
-        text = f"{many} {state}" + (f": {reason}" if reason else "")
+        groups[row.name.partition(".")[0], row.state, row.reason].append(row.name)
+    for (toolkit, state, reason), names in groups.items():
+        subject = f"{toolkit}: {len(names)} patches" if len(names) > 1 else f"{names[0]}:"
+        text = f"{subject} {state}" + (f": {reason}" if reason else "")
         if state == "applied":
             differs = "as the canary found" in reason
             yield Finding("trouble" if differs else "note" if reason else "ok", text)
         elif "is not installed" in reason or reason == "FASTGEN_SKIP":
             yield Finding("note", text)
-        elif not modules or state != "pending":  # else said above
+        elif not modules or state != "pending":  # the failed imports above explain the others
             yield Finding("trouble", text, "unset FASTGEN" if state == "off" else "")
 
 
 def variables() -> Iterator[Finding]:
-    """The environment variables that are set: to what, and what that does."""
+    """Report the environment variables that are set, their values and their effect."""
     known = {variable.name: variable for variable in VARIABLES}
     values = {name: variable.read(os.environ) for name, variable in known.items()}
     changed = [name for name, value in values.items() if value != known[name].default]
@@ -219,7 +232,7 @@ def variables() -> Iterator[Finding]:
 
 
 def surroundings() -> Iterator[Finding]:
-    """Threads, OpenMP, the `.pth` file of `fastgen install-hook`, and the folder for kept results."""
+    """Check threads, OpenMP, the `.pth` file of `fastgen install-hook`, and the cache folder."""
     torch = _torch()
     if torch is not None:
         from fastgen.ops import processor
@@ -235,17 +248,20 @@ def surroundings() -> Iterator[Finding]:
     maps = Path("/proc/self/maps")
     runtimes = openmp_runtimes(maps.read_text("utf-8", "replace")) if maps.exists() else []
     if len(runtimes) > 1:
-        text = f"{len(runtimes)} OpenMP runtimes in one process, each with threads of its own: {', '.join(runtimes)}"
+        text = (
+            f"{len(runtimes)} OpenMP runtimes in one process, each with threads of its own: "
+            f"{', '.join(runtimes)}"
+        )
         yield Finding("note", text, "install torch and numpy from one source (pip or conda)")
     folder = Path(sysconfig.get_path("purelib"))
     try:
-        there = hook.is_installed(folder)
+        installed = hook.is_installed(folder)
         text = (
             "every program of this environment is accelerated"
-            if there
+            if installed
             else "programs need `import fastgen`"
         )
-        yield Finding("ok", f"{hook.NAME} is {'' if there else 'not '}in {folder}: {text}")
+        yield Finding("ok", f"{hook.NAME} is {'' if installed else 'not '}in {folder}: {text}")
     except CommandError as error:
         yield Finding("note", str(error))
     cache = settings().cache_dir
@@ -258,7 +274,11 @@ def surroundings() -> Iterator[Finding]:
 
 
 def openmp_runtimes(maps: str) -> list[str]:
-    """Return the files of OpenMP runtimes in a process's memory map, as /proc/PID/maps has it."""
+    """Return the files of OpenMP runtimes in a process's memory map.
+
+    Args:
+        maps: contents of /proc/PID/maps.
+    """
     names = ("libgomp", "libiomp5", "libomp.", "libomp-")
     files = {
         line.split(maxsplit=5)[-1]
@@ -271,7 +291,7 @@ def openmp_runtimes(maps: str) -> list[str]:
 def _torch() -> ModuleType | None:
     try:
         return importlib.import_module("torch")
-    except Exception:  # not there, or broken: `versions` says so
+    except Exception:  # `versions` reports a missing or broken torch
         return None
 
 
@@ -294,7 +314,7 @@ def _triton(torch: ModuleType) -> Finding:
 
 
 def _required(name: str) -> str:
-    """The range of versions in fastgen's own metadata, of its extras too."""
+    """Return the range of versions that fastgen's metadata require, extras included."""
     requirements = map(Requirement, metadata.requires("fastgen-nlp") or ())
     return next((str(r.specifier) for r in requirements if r.name == name and r.specifier), "")
 

@@ -1,7 +1,7 @@
-"""Look over this environment: what is installed, what is patched, what is in the way, and does a tiny model work?
+"""Check what is installed and patched here, and that a tiny model generates the same output.
 
-A *trouble* is what keeps fastgen from running, or from running as asked: the exit status is then 1. A *note* is what
-costs speed, or is good to know. `fastgen status` has the patches one by one.
+A *trouble* keeps fastgen from running, or from running as requested; the exit status is then 1. A
+*note* costs speed, or is good to know. `fastgen status` lists the patches one by one.
 """
 
 import argparse
@@ -31,11 +31,16 @@ CHECKS: dict[str, Check] = {
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what all checks find; return 1 where one of them found trouble."""
+    """Print what all checks find.
+
+    Returns:
+        1 if a check found trouble, else 0.
+    """
     wrong = _start()
     found = {subject: examine(look) for subject, look in CHECKS.items()}
     found["variables"][:0] = wrong
@@ -59,10 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start() -> list[Finding]:
-    """Start fastgen as if each variable that holds what it cannot were unset; return what is wrong with these.
+    """Start fastgen as if each variable with an invalid value were unset.
 
+    Returns:
+        A finding for each of these variables.
     Raises:
-        MissingPackageError: a package is not installed without which nothing can be looked at.
+        MissingPackageError: a package that fastgen needs is not installed.
     """
     found: list[Finding] = []
     while True:

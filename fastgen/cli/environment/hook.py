@@ -1,9 +1,10 @@
-"""Switch fastgen on, or off, for every program of this Python environment, without a change to any of them.
+"""Switch fastgen on or off for every program of this Python environment, without changing them.
 
-A file of one line, fastgen.pth, is put into the environment's site-packages. Python reads it at its start, and fastgen
-is imported as soon as a program imports fairseq or transformers. `fastgen remove-hook` takes the file away again;
-FASTGEN=0 switches fastgen off for one run, and FASTGEN=compat all of it but what fairseq fails without. Where fastgen
-cannot start, a program runs without it, and a line on stderr says why.
+`fastgen install-hook` writes a file of one line, fastgen.pth, into the environment's site-packages.
+Python reads it when it starts, and fastgen is imported as soon as a program imports fairseq or
+transformers. `fastgen remove-hook` deletes the file. FASTGEN=0 switches fastgen off for one run;
+FASTGEN=compat switches off all but what fairseq fails without. If fastgen cannot start, the program
+runs without it, and a line on stderr says why.
 """
 
 import argparse
@@ -26,16 +27,16 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_installed(site_packages: Path) -> bool:
-    """Whether the file is in a folder.
+    """Return whether the hook is in a folder.
 
     Raises:
-        CommandError: the folder is not there, or what lies at the file's place is not fastgen's.
+        CommandError: the folder does not exist, or its fastgen.pth is not fastgen's.
     """
     return _file(site_packages).exists()
 
 
 def _install(args: argparse.Namespace) -> int:
-    """Put the file into place, at once and whole."""
+    """Write the file atomically."""
     file, scratch = _file(args.site_packages), args.site_packages / f"{NAME}.{os.getpid()}"
     try:
         scratch.write_text(LINE, encoding="utf-8")
@@ -43,7 +44,8 @@ def _install(args: argparse.Namespace) -> int:
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error}") from error
     print(
-        f"{file} is in place: fairseq and transformers are accelerated in every program of this environment"
+        f"{file} is in place: fairseq and transformers are accelerated in every program "
+        "of this environment"
     )
     return 0
 
@@ -62,10 +64,10 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _file(site_packages: Path) -> Path:
-    """The file's path in a folder.
+    """Return the path of the hook in a folder.
 
     Raises:
-        CommandError: its folder is not there, or what lies at its place is not fastgen's.
+        CommandError: the folder does not exist, or its fastgen.pth is not fastgen's.
     """
     if not site_packages.is_dir():
         raise CommandError(f"--site-packages {site_packages} is not a folder")

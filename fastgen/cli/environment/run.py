@@ -1,10 +1,11 @@
-"""Run a console script, a Python file or a module with fastgen active, as if `import fastgen` stood at its top.
+"""Run a console script, a Python file or a module with fastgen active, as after `import fastgen`.
 
     fastgen run fairseq-generate DATA --path model.pt --beam 5
     fastgen run translate.py --input text.en
     fastgen run -m package.module
 
-The exit status is the program's. With FASTGEN=compat fairseq's commands run on fairseq's own code, to compare with.
+The exit status is the program's. With FASTGEN=compat, fairseq's commands run fairseq's own code,
+for comparison.
 
 fastgen-generate and fastgen-interactive are short for `fastgen run fairseq-generate` and
 `fastgen run fairseq-interactive`.
@@ -29,12 +30,13 @@ from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
 
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _OUTSIDE = (__name__, "runpy", "importlib.util")
-"""Whose frames stand between Python's start and the program's own."""
+"""Modules whose frames lie between Python's start and the program's own frames."""
 
 HELP = "run a console script (fairseq-generate), a Python file or a module, accelerated"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "-m", dest="module", action="store_true", help="TARGET is a module, as in `python -m`"
@@ -51,18 +53,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the program; its exit status is this command's."""
+    """Run the program and return its exit status."""
     return run_target(args.target, args.args, module=args.module)
 
 
 def run_target(target: str, args: list[str], module: bool = False) -> int:
     """Run a program in this process.
 
+    Args:
+        target: a console script's name, a .py file, or a module.
+        args: the program's arguments.
+        module: whether `target` is a module, as with `python -m`.
+    Returns:
+        The exit status.
     Raises:
-        CommandError: there is no such program, it cannot be read, or a part of fairseq's is not installed.
+        CommandError: there is no such program, it cannot be read, or a part of fairseq is not
+            installed.
     """
     if module and not sys.flags.safe_path:
-        sys.path.insert(0, os.getcwd())  # where Python itself would look first
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
     script = _script_in(target) if module else _script(target)
     of_fairseq = (
         target.partition(".")[0] in ("fairseq", "fairseq_cli")
@@ -95,7 +104,7 @@ def _script(name: str) -> EntryPoint | None:
 
 
 def _check_file(path: str, advice: str) -> None:
-    """Raise CommandError where there is no such file to run."""
+    """Raise CommandError if there is no readable file at `path`."""
     if not Path(path).is_file():
         raise CommandError(
             f"there is no console script named {path!r} here, and no such file{advice}"
@@ -107,7 +116,10 @@ def _check_file(path: str, advice: str) -> None:
 
 
 def _check_module(name: str, advice: str) -> None:
-    """Raise CommandError where there is no such module to run; what its packages raise on import is their own."""
+    """Raise CommandError if there is no such module to run.
+
+    Exceptions that its packages raise on import propagate.
+    """
     try:
         spec = None if name.startswith(".") else find_spec(name)
         if (
@@ -132,12 +144,13 @@ def _show(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Show an uncaught exception of the program as Python does where it runs by itself: without frames of ours."""
+    """Show an uncaught exception of the program without fastgen's frames, as plain Python does."""
     names = [traceback.tb_frame.f_globals.get("__name__") for traceback in _each(traceback)]
     if __name__ in names:
         outer = names.index(__name__)
         inner = next(
-            (at for at in range(outer, len(names)) if names[at] not in _OUTSIDE), len(names)
+            (position for position in range(outer, len(names)) if names[position] not in _OUTSIDE),
+            len(names),
         )
         traceback = next(itertools.islice(_each(traceback), inner, None), None)
     shown_by(kind, error.with_traceback(traceback), traceback)
@@ -150,7 +163,10 @@ def _each(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _script_in(module: str) -> EntryPoint | None:
-    """The console script of a module that is patched: what runs as `__main__` is a second one, and is not."""
+    """Return the console script of a patched module, else None.
+
+    Code that runs as `__main__` is a second copy of the module, which is not patched.
+    """
     if not any(row.target.startswith(f"{module}:") for row in fastgen.status().rows):
         return None
     return next(
@@ -160,7 +176,7 @@ def _script_in(module: str) -> EntryPoint | None:
 
 
 def _status(result: object) -> int:
-    """The exit status for what a console script's function returned, as its wrapper has it."""
+    """Return the exit status for the return value of a console script, as its wrapper does."""
     if result is None or isinstance(result, int):
         return result or 0
     print(result, file=sys.stderr)
@@ -168,12 +184,12 @@ def _status(result: object) -> int:
 
 
 def generate() -> int:
-    """`fastgen-generate`."""
+    """Run `fastgen-generate`."""
     return _short("fairseq-generate")
 
 
 def interactive() -> int:
-    """`fastgen-interactive`."""
+    """Run `fastgen-interactive`."""
     return _short("fairseq-interactive")
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models generate with fastgen and without it, in each toolkit that is patched."""
+"""Check of each patched toolkit: tiny random models generate with fastgen and without it."""
 
 from argparse import Namespace
 from collections import Counter
@@ -14,7 +14,11 @@ PATHS = {"triton": "Triton's kernels", "native": "C", "reference": "torch"}
 
 
 def self_check() -> Iterator[Finding]:
-    """Is the output the same, did fastgen's loops make it, and what did they leave off?"""
+    """Check that the output is the same and that fastgen's decode loops produced it.
+
+    Yields:
+        A finding for each toolkit, and notes on disabled features and fallbacks.
+    """
     for toolkit, (loops, compare) in TRIED.items():
         if any(fastgen.status()[loop].state == "applied" for loop in loops):
             yield from _tried(loops, compare)
@@ -52,7 +56,7 @@ def _tried(loops: tuple[str, ...], compare: Callable[[], tuple[bool, str]]) -> I
 
 
 def _counts(loop: str) -> Counter[str]:
-    """Calls of a loop so far, what they left off, and why others were not served."""
+    """Return the calls of a decode loop so far, its disabled features, and its fallback reasons."""
     row = fastgen.status()[loop]
     not_served = Counter(
         {f"on {_toolkit((loop,))}'s own code: {why}": count for why, count in row.fallbacks.items()}
@@ -61,7 +65,10 @@ def _counts(loop: str) -> Counter[str]:
 
 
 def _differed() -> int:
-    """Differences that parity mode has found, in which both ways are compared before the toolkit's own is returned."""
+    """Return the number of differences found in parity mode.
+
+    Parity mode runs both implementations and returns the toolkit's output.
+    """
     return fastgen.status().parity.get("different", 0)
 
 
@@ -76,7 +83,11 @@ def _transformers() -> tuple[bool, str]:
 
 
 def _fairseq() -> tuple[bool, str]:
-    """Translate with a tiny transformer, patched and not; return whether tokens are equal, and what was compared."""
+    """Translate with a tiny transformer, patched and unpatched.
+
+    Returns:
+        Whether the tokens are equal, and what was compared.
+    """
     import torch
     from fairseq.data import Dictionary
     from fairseq.models.transformer import TransformerModel, base_architecture

@@ -1,4 +1,4 @@
-"""Show what fastgen runs in the toolkits that are installed here, and the variables that are set."""
+"""Show what fastgen runs in the installed toolkits, and which variables are set."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ HELP = "show what runs here and what does not"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     parser.add_argument(
         "--all",
         action="store_true",
@@ -25,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the status and the variables; return 0."""
     problems = import_targets()
     status = fastgen.status(verbose=args.all)
     variables = [
@@ -56,22 +58,26 @@ def run(args: argparse.Namespace) -> int:
     width = max(len("value"), *(len(variable["value"]) for variable in variables))
     longest = max(len(variable["name"]) for variable in variables) + 2
     print(
-        f"\n{'variable':<{longest}}{'value':<{width}}  what it does (allowed values; the default comes first)"
+        f"\n{'variable':<{longest}}{'value':<{width}}  "
+        "what it does (allowed values; the default comes first)"
     )
     for variable in variables:
         allowed = "|".join(variable["allowed"]) or variable["form"]
         print(
-            f"{variable['name']:<{longest}}{variable['value'] or '-':<{width}}  {variable['help']} ({allowed})"
+            f"{variable['name']:<{longest}}{variable['value'] or '-':<{width}}  "
+            f"{variable['help']} ({allowed})"
         )
     return 0
 
 
 def import_targets() -> dict[str, str]:
-    """Import the modules that hold patch targets, where their toolkit is installed: only then are they patched.
+    """Import the modules that hold patch targets, since only imported modules are patched.
+
+    Modules of toolkits that are not installed are skipped.
 
     Returns:
-        What went wrong, by module: a broken toolkit is part of the report, not its end. Where something that a toolkit
-        needs is not installed, with what to type.
+        Import errors by module, since the report includes broken toolkits. If a toolkit lacks a
+        package, the text includes the command that installs it.
     """
     problems: dict[str, str] = {}
     hints = {

@@ -1,4 +1,4 @@
-"""What FastSeq's command for transformers models calls otherwise, and the tasks that a model's config names.
+"""Options of FastSeq's command for transformers models, and the tasks in a model's config.
 
 Source: Yan et al. 2021 (FastSeq), its `fastseq-generate-for-transformers`.
 """
@@ -15,30 +15,41 @@ from fastgen.errors import CommandError
 _THREADS = "reading, tokenizing and writing run beside the model by themselves"
 DROPPED = {
     "bs": "batches are of like lengths and sized in tokens, --batch-tokens",
-    "input-path": "--input", "save-path": "--output", "model-name": "the model's folder is the first argument",
+    "input-path": "--input", "save-path": "--output",
+    "model-name": "the model's folder is the first argument",
     "without-fastseq-opt": "FASTGEN=0 in the environment runs transformers' own code",
     "preprocess-workers": _THREADS, "postprocess-workers": _THREADS,
     "return-tensors": "tensors are torch's", "padding": "a batch is padded to its longest source",
-    "dola-layers": "transformers has taken it out of generate", "constraints": "--force-words-ids",
+    "dola-layers": "transformers has taken it out of generate",
+    "constraints": "--force-words-ids",
 }  # fmt: skip
-"""Options that are none here, and what stands in their place."""
+"""FastSeq's and `generate`'s options that this command does not have, with the hint to print."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a model's config says of a task: text before each source, and arguments of `generate`."""
+    """A task in a model's config.
+
+    Attributes:
+        prefix: text before each source.
+        generation: arguments of `generate`.
+    """
 
     prefix: str = ""
     generation: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 def task(folder: Path, config: Mapping[str, Any], name: str | None, known: Set[str]) -> Task:
-    """The task of a name, from `task_specific_params`; an empty one where none is named.
+    """Return a task from `task_specific_params`, or an empty one if `name` is None.
 
     Args:
-        known: arguments of `generate`; other parameters are for the training, and are left.
+        folder: of the model, for messages.
+        config: the model's config.
+        name: name of the task.
+        known: arguments of `generate`. Other parameters of the task are for training and are
+            ignored.
     Raises:
-        CommandError: the config has no such task; the message says which it has.
+        CommandError: the config has no such task; the message lists the ones that it has.
     """
     if name is None:
         return Task()
@@ -47,7 +58,8 @@ def task(folder: Path, config: Mapping[str, Any], name: str | None, known: Set[s
         raise CommandError(
             f"--task {name}: the config of {folder} has {', '.join(tasks) or 'no tasks'}"
         )
-    said = tasks[name]
+    parameters = tasks[name]
     return Task(
-        said.get("prefix") or "", {key: value for key, value in said.items() if key in known}
+        parameters.get("prefix") or "",
+        {key: value for key, value in parameters.items() if key in known},
     )

@@ -1,7 +1,9 @@
 """Generate from every text of a corpus: files in, one file out, in the order of the input.
 
-fastgen generate MODEL --input text.en --output text.es --num-beams 4 --max-new-tokens 128
-fastgen generate MODEL --input news.jsonl.gz --column article --output summaries.jsonl.gz --prefix "summarize: "
+Examples:
+    fastgen generate MODEL --input text.en --output text.es --num-beams 4 --max-new-tokens 128
+    fastgen generate MODEL --input news.jsonl.gz --column article \
+        --output summaries.jsonl.gz --prefix "summarize: "
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
     models.need("transformers")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.usage = "fastgen generate MODEL --input FILE ... [--output FILE] [option ...]"
@@ -58,8 +61,8 @@ def _input(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     add = group.add_argument
     add("--input", nargs="+", required=True, metavar="FILE",
-        help="text, TSV, CSV, JSONL, Parquet, a folder that datasets' save_to_disk wrote, or - for standard input; "
-        "one after the other; .gz, .bz2, .xz and .zst are unpacked")  # fmt: skip
+        help="text, TSV, CSV, JSONL, Parquet, a folder that datasets' save_to_disk wrote, or - for "
+        "standard input; one after the other; .gz, .bz2, .xz and .zst are unpacked")  # fmt: skip
     add(
         "--input-format",
         choices=formats.NAMES,
@@ -71,10 +74,19 @@ def _input(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="which holds what stands before each text, such as T5's task",
     )
-    add("--header", action=argparse.BooleanOptionalAction, default=None,
-        help="whether a table's first row names the columns (default: unless --column is a number)")  # fmt: skip
-    add("--no-quotes", dest="quotes", action="store_false",
-        help="in TSV a quote is a letter like others; tabs and line breaks of outputs become spaces")  # fmt: skip
+    add(
+        "--header",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether a table's first row names the columns (default: unless --column is a number)",
+    )
+    add(
+        "--no-quotes",
+        dest="quotes",
+        action="store_false",
+        help="in TSV a quote is a letter like others; "
+        "tabs and line breaks of outputs become spaces",
+    )
     add("--limit", "--n-obs", type=COUNT, metavar="N", help="the first N records alone")
 
 
@@ -95,9 +107,13 @@ def _output(parser: argparse.ArgumentParser) -> None:
         help="before the names of the fields that are added",
     )
     add("--overwrite", action="store_true", help="write over an output that is there")
-    add("--on-error", choices=("fail", "skip", "empty"), default="fail",
-        help="a record without an output ends the run, is left out, or has an empty one (%(default)s); a blank line of "
-        "plain text is none of them: its output is blank")  # fmt: skip
+    add(
+        "--on-error",
+        choices=("fail", "skip", "empty"),
+        default="fail",
+        help="a record without an output ends the run, is left out, or has an empty one "
+        "(%(default)s); a blank line of plain text is none of them: its output is blank",
+    )
 
 
 def _texts(parser: argparse.ArgumentParser) -> None:
@@ -223,7 +239,11 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the job that the arguments ask for; score it, where there is a reference."""
+    """Run the generation and, if there is a reference, score the output.
+
+    Returns:
+        1 if the number of references is not that of the records, else 0.
+    """
     options = _options(args)
     if args.engine == "ray":
         return on_ray.run(args, options, args.defaults)
@@ -240,8 +260,8 @@ def run(args: argparse.Namespace) -> int:
 
         logging.disable_progress_bar()
     job = Job(
-        options, source, sink, output, on_error=args.on_error, block=args.block, processes=args.processes,
-        restart=args.restart, progress=shown, summary=args.summary,
+        options, source, sink, output, on_error=args.on_error, block=args.block,
+        processes=args.processes, restart=args.restart, progress=shown, summary=args.summary,
     )  # fmt: skip
     summary = run_job(job)
     if not args.quiet:
@@ -252,7 +272,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tell(summary: Summary) -> None:
-    """Say on standard error what was done, and what fastgen did not accelerate."""
+    """Print on stderr what was done, and what fastgen did not accelerate."""
     rate = f"{summary.records_per_second:.1f} a second" if summary.made else "all by an earlier run"
     print(
         f"{summary.records} records, {summary.tokens} tokens, {summary.seconds:.1f} s ({rate})",
@@ -260,7 +280,8 @@ def _tell(summary: Summary) -> None:
     )
     if summary.blank:
         print(
-            f"{summary.blank} of {summary.records} records are blank lines, and so are their outputs",
+            f"{summary.blank} of {summary.records} records are blank lines, "
+            "and so are their outputs",
             file=sys.stderr,
         )
     if summary.at_limit:
@@ -274,46 +295,47 @@ def _tell(summary: Summary) -> None:
 
 
 def _check_parents(args: argparse.Namespace) -> None:
-    """Raise CommandError where a file that is written in the end has no folder."""
+    """Raise CommandError if the folder of a file that is written at the end does not exist."""
     for option, file in (("--summary", args.summary), ("--score-path", args.score_path)):
         if file is not None and not file.absolute().parent.is_dir():
             raise CommandError(f"{option} {file}: there is no folder {file.absolute().parent}")
 
 
 def _options(args: argparse.Namespace) -> Options:
-    """What the outputs depend on.
+    """Return the options that the outputs depend on.
 
     Raises:
-        CommandError: what can be told to be wrong before the model is loaded.
+        CommandError: an error that can be found before the model is loaded.
     """
     folder = models.folder_of(args.model)
     config, stored = _json_of(folder / "config.json"), _json_of(folder / "generation_config.json")
     task = fastseq.task(args.model, config, args.task, set(generation_options.settings()))
-    asked = task.generation | generation_options.given(args)
-    targets = _targets(args, asked)
+    generation = task.generation | generation_options.given(args)
+    targets = _targets(args, generation)
     generation_options.check(
-        asked, {name: value for name, value in stored.items() if not name.startswith("_")}
+        generation, {name: value for name, value in stored.items() if not name.startswith("_")}
     )
-    given = {
+    drafting = {
         name: value for name in bild_options.NAMES if (value := getattr(args, name)) is not None
     }
-    asked |= _drafts(args, asked, given, stored)
+    generation |= _drafts(args, generation, drafting, stored)
     if (
-        "max_new_tokens" not in {**_said(stored), **asked}
+        "max_new_tokens" not in {**_said(stored), **generation}
         and not models.load_config(args.model).is_encoder_decoder
     ):
         raise CommandError(
             "--max-new-tokens is needed: a decoder's prompt would count in --max-length"
         )
-    local = args.engine == "local"  # else each machine finds the model by itself
+    local = args.engine == "local"  # with Ray, each machine resolves the model by itself
     assistant = args.assistant_model
     return Options(
-        folder if local else args.model, asked, device=args.device, dtype=args.dtype, threads=args.threads,
-        batch_tokens=args.batch_tokens, max_source_tokens=args.max_source_tokens, truncate=args.truncate,
+        folder if local else args.model, generation, device=args.device, dtype=args.dtype,
+        threads=args.threads, batch_tokens=args.batch_tokens,
+        max_source_tokens=args.max_source_tokens, truncate=args.truncate,
         append_eos=args.append_eos, prefix=task.prefix if args.prefix is None else args.prefix,
-        forced_bos_token=args.forced_bos_token, source_lang=args.source_lang, target_lang=args.target_lang,
-        targets=targets, scores=args.scores, seed=args.seed, special_tokens=args.include_special_tokens,
-        clean_up=args.clean_up_tokenization_spaces,
+        forced_bos_token=args.forced_bos_token, source_lang=args.source_lang,
+        target_lang=args.target_lang, targets=targets, scores=args.scores, seed=args.seed,
+        special_tokens=args.include_special_tokens, clean_up=args.clean_up_tokenization_spaces,
         assistant=models.folder_of(assistant) if local and assistant else assistant,
     )  # fmt: skip
 
@@ -321,22 +343,22 @@ def _options(args: argparse.Namespace) -> Options:
 def _targets(
     args: argparse.Namespace, asked: dict[str, Any]
 ) -> Literal["language", "token"] | None:
-    """What a column says of how outputs begin.
+    """Return what the target column holds: languages, first tokens, or None without such a column.
 
     Raises:
-        CommandError: it is said in another way too.
+        CommandError: another option also sets how outputs begin.
     """
     columns = [
         name
         for name in ("target_lang_column", "forced_bos_column")
         if getattr(args, name) is not None
     ]
-    for_all = {"target_lang": args.target_lang, "forced_bos_token": args.forced_bos_token} | asked
+    values = {"target_lang": args.target_lang, "forced_bos_token": args.forced_bos_token} | asked
     names = ("target_lang", "forced_bos_token", "forced_bos_token_id")
-    ways = columns + [name for name in names if for_all.get(name) is not None]
-    if columns and len(ways) > 1:
-        said = " and ".join(f"--{name.replace('_', '-')}" for name in ways)
-        raise CommandError(f"{said}: how outputs begin is said in one way")
+    sources = columns + [name for name in names if values.get(name) is not None]
+    if columns and len(sources) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
+        raise CommandError(f"{flags}: how outputs begin is said in one way")
     if not columns:
         return None
     return "language" if args.target_lang_column is not None else "token"
@@ -345,7 +367,7 @@ def _targets(
 def _drafts(
     args: argparse.Namespace, asked: dict[str, Any], given: dict[str, Any], stored: dict[str, Any]
 ) -> dict[str, Any]:
-    """The options of big-little decoding, where it is asked for."""
+    """Return the options of big-little decoding; empty if none is requested."""
     layers = asked.get("assistant_early_exit")
     if args.assistant_model is None and layers is None and not given:
         return {}
@@ -357,7 +379,8 @@ def _drafts(
         raise CommandError("--scores: a text that is drafted has none")
     try:
         bild_options.options(
-            args.assistant_model, layers, given, {}, ("--assistant-model", "--assistant-early-exit"),
+            args.assistant_model, layers, given, {},
+            ("--assistant-model", "--assistant-early-exit"),
             lambda name: "--" + name.replace("_", "-"),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
@@ -367,16 +390,16 @@ def _drafts(
 
 def _source(args: argparse.Namespace) -> Files:
     return Files(
-        tuple(args.input), args.input_format, args.column, args.prefix_column, args.header, args.quotes, args.limit,
-        args.target_lang_column or args.forced_bos_column,
+        tuple(args.input), args.input_format, args.column, args.prefix_column, args.header,
+        args.quotes, args.limit, args.target_lang_column or args.forced_bos_column,
     )  # fmt: skip
 
 
 def _output_of(args: argparse.Namespace) -> Path | None:
-    """The output file; None for standard output.
+    """Return the output file, or None for standard output.
 
     Raises:
-        CommandError: it is there already, or its folder is not.
+        CommandError: the file exists already, is an input too, or its folder does not exist.
     """
     if args.output == STDIN:
         return None
@@ -399,10 +422,10 @@ def _output_of(args: argparse.Namespace) -> Path | None:
 def _sink(
     args: argparse.Namespace, options: Options, source: Files, first: dict[str, Any] | None
 ) -> File:
-    """What outputs are written as.
+    """Return the format of the output.
 
     Raises:
-        CommandError: the format cannot hold what the input has.
+        CommandError: the format cannot hold the columns of the input.
     """
     ending, packing = ("", "") if args.output == STDIN else compression.split(Path(args.output))
     kind = args.output_format or formats.of_ending(ending)
@@ -410,8 +433,10 @@ def _sink(
         raise CommandError("--output-format parquet is not written to standard output; name a file")
     if kind in formats.DELIMITERS and source.format != "text":
         if source.format == "jsonl":
-            raise CommandError(f"--output: objects of JSONL have no fixed columns for {kind.upper()}; "
-                               "write JSONL or Parquet")  # fmt: skip
+            raise CommandError(
+                f"--output: objects of JSONL have no fixed columns for {kind.upper()}; "
+                "write JSONL or Parquet"
+            )
         if first is None:
             raise CommandError(
                 f"--output-format {kind}: columns of standard input are not known; write JSONL"
@@ -426,7 +451,7 @@ def _sink(
 
 
 def _json_of(file: Path) -> dict[str, Any]:
-    """What a model's config says; nothing where there is none."""
+    """Return the contents of a JSON config of the model; empty if the file does not exist."""
     if not file.is_file():
         return {}
     try:

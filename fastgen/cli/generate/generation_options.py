@@ -1,4 +1,7 @@
-"""Options of `generate` as options of a command: names, types and what they mean come from transformers itself."""
+"""Command-line options for the arguments of `generate`.
+
+Names, types and help come from the documentation of the installed transformers.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ from fastgen.errors import CommandError
 from fastgen.number import COUNT, POSITIVE, Number
 
 ALIASES = {
-    "num_return_sequences": ("--n-best",), "max_length": ("--max-gen-length",), "min_length": ("--min-gen-length",),
+    "num_return_sequences": ("--n-best",), "max_length": ("--max-gen-length",),
+    "min_length": ("--min-gen-length",),
 }  # fmt: skip
-"""Other names of some."""
+"""Additional flags of some options."""
 
 ELSEWHERE = {
     "stop_strings": "what ends there cannot be told from a batch's padding",
@@ -29,7 +33,7 @@ ELSEWHERE = {
     "output_hidden_states": "texts are written, and no hidden states",
     "compile_config": "steps are fastgen's own",
 }
-"""Those that are no option of the command, and why."""
+"""Arguments of `generate` that are not options of the command, with the reason."""
 
 RESTORED = {
     "num_beam_groups": (
@@ -49,7 +53,7 @@ RESTORED = {
         "How much unlikeness counts beside probability (contrastive search, with --top-k)",
     ),
 }
-"""Those that transformers no longer documents."""
+"""Type and help of arguments that transformers no longer documents."""
 
 _NOT_NEGATIVE, _SHARE = Number(least=0), Number(float, least=0, most=1)
 RANGES = {
@@ -62,11 +66,12 @@ RANGES = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "max_time"), POSITIVE),
     **dict.fromkeys(("top_p", "min_p"), _SHARE),
 }
-"""Numbers that transformers refuses when it generates, or accepts and cannot decode with."""
+"""Allowed ranges of numbers that transformers rejects late, or accepts but cannot decode with."""
 
 _DOCUMENTED = re.compile(r"^ {8}(\w+):? *\(([^\n]*)\):\n((?: {12}.*\n|\n)+)", re.M)
 _TYPES: dict[str, tuple[type, ...]] = {
-    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "list": (list,), "tuple": (list,),
+    "bool": (bool,), "int": (int,), "float": (int, float), "str": (str,), "list": (list,),
+    "tuple": (list,),
     "dict": (dict, list),  # a dict whose keys are lists is a list of pairs in JSON
 }  # fmt: skip
 _DEST = "generation: "
@@ -74,7 +79,13 @@ _DEST = "generation: "
 
 @dataclass(frozen=True)
 class Setting:
-    """An option of `generate`: its name there, the types that its value may have, and the first sentence on it."""
+    """An option of `generate`.
+
+    Attributes:
+        name: its name in `generate`.
+        kinds: names of the types that its value may have.
+        help: the first sentence of its documentation.
+    """
 
     name: str
     kinds: tuple[str, ...]
@@ -82,28 +93,29 @@ class Setting:
 
     @property
     def flag(self) -> str:
+        """Its option on the command line."""
         return "--" + self.name.replace("_", "-")
 
     def value(self, said: Any) -> Any:
-        """The value that words of a command line, or of a JSON file, stand for.
+        """Return the value for words of a command line or for a value of a JSON file.
 
         Raises:
-            CommandError: it has not one of the types.
+            CommandError: the value has none of the types.
         """
         if isinstance(said, str):
-            found = self._of_words([said])
+            parsed = self._of_words([said])
         elif isinstance(said, list) and all(isinstance(word, str) for word in said):
-            found = self._of_words(said)
+            parsed = self._of_words(said)
         else:
-            found = said
-        if not any(self._is(found, kind) for kind in self.kinds):
+            parsed = said
+        if not any(self._is(parsed, kind) for kind in self.kinds):
             words = (
                 " ".join(said)
                 if isinstance(said, list) and all(isinstance(w, str) for w in said)
                 else said
             )
             raise CommandError(f"{self.flag} {words}: must be {' or '.join(self.kinds)}")
-        return found
+        return parsed
 
     def _of_words(self, words: list[str]) -> Any:
         values = [_json(word) for word in words]
@@ -119,7 +131,10 @@ class Setting:
 
 
 def settings() -> dict[str, Setting]:
-    """All that the installed transformers documents, but for `ELSEWHERE`, and `RESTORED`."""
+    """Return all options that the installed transformers documents, and those of `RESTORED`.
+
+    The options of `ELSEWHERE` are excluded.
+    """
     from transformers import GenerationConfig
 
     known = vars(GenerationConfig())
@@ -129,17 +144,17 @@ def settings() -> dict[str, Setting]:
             kind for kind in dict.fromkeys(re.findall(r"\w+", _outermost(types))) if kind in _TYPES
         )
         if name in known and name not in ELSEWHERE and kinds:
-            said = " ".join(text.split()).partition(". ")[0].replace("%", "%%")
-            found[name] = Setting(name, kinds, said.rstrip(":."))
+            sentence = " ".join(text.split()).partition(". ")[0].replace("%", "%%")
+            found[name] = Setting(name, kinds, sentence.rstrip(":."))
     return found | {name: Setting(name, (kind,), text) for name, (kind, text) in RESTORED.items()}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare all of them."""
+    """Declare an option for each of `settings`."""
     group = parser.add_argument_group(
         "generation",
-        "As transformers' GenerationConfig has them; what is not given is the model's own. Lists are several values, "
-        "or JSON.",
+        "As transformers' GenerationConfig has them; what is not given is the model's own. "
+        "Lists are several values, or JSON.",
     )
     group.add_argument(
         "--generation-config",
@@ -149,57 +164,60 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, setting in settings().items():
         flags, kinds = (setting.flag, *ALIASES.get(name, ())), set(setting.kinds)
-        given: dict[str, Any] = {"dest": _DEST + name, "help": setting.help, "default": None}
+        common: dict[str, Any] = {"dest": _DEST + name, "help": setting.help, "default": None}
         if kinds == {"bool"}:
-            group.add_argument(*flags, action=argparse.BooleanOptionalAction, **given)
+            group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
             continue
         if "bool" in kinds:
-            group.add_argument(*flags, nargs="?", const=True, metavar="VALUE", **given)
+            group.add_argument(*flags, nargs="?", const=True, metavar="VALUE", **common)
             no = f"--no-{setting.flag.removeprefix('--')}"
             group.add_argument(
                 no, action="store_const", const=False, dest=_DEST + name, help=f"{name}=False"
             )
             continue
         nargs = "+" if kinds & {"list", "tuple"} else None
-        group.add_argument(*flags, nargs=nargs, metavar=setting.kinds[0].upper(), **given)
+        group.add_argument(*flags, nargs=nargs, metavar=setting.kinds[0].upper(), **common)
 
 
 def given(args: argparse.Namespace, elsewhere: Mapping[str, str] = ELSEWHERE) -> dict[str, Any]:
-    """Return the arguments of `generate`, from the file and from the flags that are there.
+    """Return the arguments of `generate` from the file and from the flags; flags take precedence.
 
     Args:
-        elsewhere: names that the file must not have, and why.
+        args: the parsed arguments.
+        elsewhere: names that the file must not have, with the reason.
 
     Raises:
-        CommandError: a value is not of its type or not in its range, or the file is no such config.
+        CommandError: a value has the wrong type or is out of range, or the file is not such a
+            config.
     """
     known = settings()
-    said = {
+    words = {
         name.removeprefix(_DEST): value
         for name, value in vars(args).items()
         if name.startswith(_DEST)
     }
-    flags = {name: known[name].value(value) for name, value in said.items() if value is not None}
+    flags = {name: known[name].value(value) for name, value in words.items() if value is not None}
     file = args.generation_config
-    found = ({} if file is None else of_file(file, known, elsewhere)) | flags
-    ranges = RANGES | ({"temperature": POSITIVE} if found.get("do_sample") else {})
-    for name in ranges.keys() & found.keys():
-        if (problem := ranges[name].problem(found[name])) is not None:
-            raise CommandError(f"{known[name].flag} {found[name]}: {problem}")
-    return found
+    generation = ({} if file is None else of_file(file, known, elsewhere)) | flags
+    ranges = RANGES | ({"temperature": POSITIVE} if generation.get("do_sample") else {})
+    for name in ranges.keys() & generation.keys():
+        if (problem := ranges[name].problem(generation[name])) is not None:
+            raise CommandError(f"{known[name].flag} {generation[name]}: {problem}")
+    return generation
 
 
 def of_file(
     file: Path, known: Mapping[str, Setting], elsewhere: Mapping[str, str] = ELSEWHERE
 ) -> dict[str, Any]:
-    """What a generation config on disk says.
+    """Return the options in a generation config on disk.
 
     Args:
+        file: path of the JSON file.
         known: the options by name.
-        elsewhere: names that it must not have, and why.
+        elsewhere: names that the file must not have, with the reason.
 
     Raises:
-        CommandError: it cannot be read, or says what a command cannot have.
+        CommandError: the file cannot be read, or has an option that the command does not support.
     """
     try:
         found = json.loads(file.read_bytes())
@@ -226,7 +244,12 @@ def of_file(
 
 
 def check(generation: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
-    """Raise CommandError where transformers says that options, with a model's stored ones, cannot be."""
+    """Raise CommandError if transformers rejects the options, together with the stored ones.
+
+    Args:
+        generation: the options.
+        stored: the model's generation config.
+    """
     from transformers import GenerationConfig
 
     from fastgen.patches.transformers.generate import legacy_search
@@ -247,7 +270,7 @@ def _json(word: str) -> Any:
 
 
 def _outermost(types: str) -> str:
-    """Documented types without those inside of them: `Union[int, list[int]]` is an int or a list."""
+    """Return documented types without parameters: `Union[int, list[int]]` is int or list."""
     inside = types.replace("Union[", "")
     while (shorter := re.sub(r"[\[(][^\[\]()]*[\])]", "", inside)) != inside:
         inside = shorter

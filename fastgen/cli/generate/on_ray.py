@@ -1,4 +1,4 @@
-"""`fastgen generate --engine ray`: the same command over the machines of a Ray cluster."""
+"""`fastgen generate --engine ray`: the same command on the machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from fastgen.errors import CommandError
 from fastgen.number import COUNT, POSITIVE
 
 _OF_ONE_MACHINE = (
-    "block", "field_prefix", "header", "limit", "overwrite", "prefix_column", "processes", "quotes", "reference",
-    "reference_column", "reference_format", "restart", "score_path", "summary",
+    "block", "field_prefix", "header", "limit", "overwrite", "prefix_column", "processes", "quotes",
+    "reference", "reference_column", "reference_format", "restart", "score_path", "summary",
 )  # fmt: skip
-"""Options that a cluster has not, or has otherwise."""
+"""Options that are not available on a cluster."""
 _OF_A_CLUSTER = ("address", "rows", "rows_per_file", "worker_cpus", "worker_gpus", "workers")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a Ray cluster."""
     group = parser.add_argument_group(
         "a Ray cluster", "See docs/cluster.md. --output is then a folder."
     )
@@ -67,15 +68,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_unused(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raise CommandError where an option of a cluster is given without one."""
+    """Raise CommandError if an option of a cluster is set without --engine ray."""
     _refuse(_OF_A_CLUSTER, args, parser, "is for --engine ray")
 
 
 def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentParser) -> int:
-    """Generate on a cluster; print what was done.
+    """Generate on a cluster and print a summary.
 
     Raises:
-        CommandError: an option that a cluster has not; what `fastgen.ray.engine.run` raises.
+        CommandError: an option is not available on a cluster, or `fastgen.ray.engine.run` raises
+            it.
     """
     models.need("ray", "pyarrow")
     _refuse(_OF_ONE_MACHINE, args, parser, "is not for --engine ray")
@@ -93,11 +95,12 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
 
     try:
         summary = engine.run(
-            options, input=args.input[0], output=args.output, address=args.address, column=args.column or "text",
+            options, input=args.input[0], output=args.output, address=args.address,
+            column=args.column or "text",
             target_column=args.target_lang_column or args.forced_bos_column, on_error=args.on_error,
             input_format=_format(args.input_format), output_format=_format(args.output_format),
-            workers=(args.workers[0], args.workers[-1]), cpus=args.worker_cpus, gpus=args.worker_gpus or 0.0,
-            rows=args.rows, rows_per_file=args.rows_per_file,
+            workers=(args.workers[0], args.workers[-1]), cpus=args.worker_cpus,
+            gpus=args.worker_gpus or 0.0, rows=args.rows, rows_per_file=args.rows_per_file,
         )  # fmt: skip
     except ValueError as error:
         raise CommandError(str(error)) from error
@@ -115,7 +118,7 @@ def _refuse(
 
 
 def _format(name: str | None) -> str | None:
-    """Of the names of `fastgen.corpus`, those of `fastgen.ray`."""
+    """Return the name in `fastgen.ray` of a format of `fastgen.corpus`."""
     if name in ("tsv", "dataset"):
         raise CommandError(
             f"--engine ray reads and writes Parquet, JSONL, CSV and text, not {name}"

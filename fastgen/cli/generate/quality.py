@@ -1,4 +1,4 @@
-"""How good texts are, against references: BLEU and chrF by sacrebleu, ROUGE by rouge-score."""
+"""Quality of texts against references: BLEU and chrF from sacrebleu, ROUGE from rouge-score."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ Score = Callable[[Sequence[str], Sequence[str]], float]
 
 @dataclass(frozen=True)
 class Metric:
-    """score: of texts against references, in points from 0 to 100. signature: how it is computed."""
+    """A metric.
+
+    Attributes:
+        score: function of texts and references, in points from 0 to 100.
+        signature: how the score is computed.
+    """
 
     score: Score
     signature: str
@@ -35,11 +40,11 @@ def _chrf() -> Metric:
 
 
 def _of_sacrebleu(kind: Callable[[], Any]) -> Metric:
-    found = kind()
-    found.corpus_score(["a"], [["a"]])  # a signature knows how many references there are
+    metric = kind()
+    metric.corpus_score(["a"], [["a"]])  # the signature includes the number of references
     return Metric(
         lambda texts, references: float(kind().corpus_score(texts, [references]).score),
-        str(found.get_signature()),
+        str(metric.get_signature()),
     )
 
 
@@ -61,4 +66,4 @@ METRICS: dict[str, Callable[[], Metric]] = {
     "chrf": _chrf,
     **{name: partial(_rouge, name) for name in ("rouge1", "rouge2", "rougeL")},
 }
-"""Metrics by name; a metric's library is imported when the metric is made."""
+"""Factories of metrics by name; a metric's library is imported when the factory is called."""

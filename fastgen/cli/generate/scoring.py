@@ -1,4 +1,4 @@
-"""A finished output against references."""
+"""Scores of a finished output against references."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fastgen.errors import CommandError
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of scoring."""
     group = parser.add_argument_group("quality")
     add = group.add_argument
     add(
@@ -41,7 +42,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Metrics, by name, and the references that they need, one for each record."""
+    """Metrics and the references that they need.
+
+    Attributes:
+        metrics: by name.
+        references: one for each record.
+        file: name of the file of references, for messages.
+        written: file for the scores as JSON, or None.
+    """
 
     metrics: dict[str, Metric]
     references: list[str]
@@ -49,17 +57,20 @@ class Scoring:
     written: Path | None
 
     def check(self, source: Files) -> None:
-        """Raise CommandError if there are not as many references as records, where these can be read twice."""
+        """Raise CommandError if the numbers of references and records differ.
+
+        An input that can be read only once is not checked.
+        """
         if not source.once and (records := sum(1 for _ in source.records())) != len(
             self.references
         ):
             raise CommandError(self._differ(records))
 
     def tell(self, sink: File, output: Path, records: int) -> bool:
-        """Print the metrics of an output; a record without text counts as an empty one.
+        """Print the metrics of an output. A record without text counts as an empty text.
 
         Returns:
-            False if there are not as many references as records; nothing is computed then.
+            False if the numbers of references and records differ; no metric is computed then.
         """
         if len(self.references) != records:
             print(
@@ -88,11 +99,14 @@ class Scoring:
         return True
 
     def _differ(self, records: int) -> str:
-        return f"--reference {self.file} has {len(self.references)} references for {records} records of the input"
+        return (
+            f"--reference {self.file} has {len(self.references)} references "
+            f"for {records} records of the input"
+        )
 
 
 def prepared(args: argparse.Namespace, output: Path | None) -> Scoring | None:
-    """What is needed to score an output; None where nobody asks.
+    """Return what is needed to score an output, or None without --reference.
 
     Raises:
         CommandError: a library or the references are missing, or there will be no file to score.
@@ -108,17 +122,17 @@ def prepared(args: argparse.Namespace, output: Path | None) -> Scoring | None:
         )
     metrics = {name: METRICS[name]() for name in args.metric or ["bleu"]}
     options = ("--reference-column", "--reference-format")
-    found = Files(
+    files = Files(
         (args.reference,),
         args.reference_format,
         args.reference_column,
         limit=args.limit,
         options=options,
     )
-    if found.format == "tsv":
-        found = replace(found, quotes=args.quotes)
+    if files.format == "tsv":
+        files = replace(files, quotes=args.quotes)
     references: list[str] = []
-    for record in found.records():
+    for record in files.records():
         if record.problem is not None and not isinstance(record.problem, Blank):
             raise CommandError(
                 f"--reference {args.reference}, record {record.number}: {record.problem.reason}"

@@ -1,4 +1,7 @@
-"""Compressed files, by the ending of their name: .gz, .bz2, .xz and .zst, of any number of members in a row."""
+"""Compressed files, by the ending of their name: .gz, .bz2, .xz and .zst.
+
+A file may consist of several members, one after the other.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from fastgen.corpus.models import need
 
 ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 TORN = (EOFError, zlib.error, lzma.LZMAError)
-"""What reading a compressed file raises that is torn or damaged, beside OSError."""
+"""What reading a truncated or damaged compressed file raises, besides OSError."""
 
 _PIECE = 1 << 16
 
 
 def split(name: PurePath) -> tuple[str, str]:
-    """The ending that says a file's format, and that of its compression; empty where there is none."""
+    """Return the ending of a file's format and that of its compression; empty if there is none."""
     if name.suffix not in ENDINGS:
         return name.suffix, ""
     return PurePath(name.stem).suffix, name.suffix
 
 
 def unpacked(stream: BinaryIO, ending: str) -> BinaryIO:
-    """What a compressed stream holds.
+    """Return the decompressed contents of a stream.
 
     Raises:
         CommandError: a library for it is missing.
@@ -44,7 +47,7 @@ def unpacked(stream: BinaryIO, ending: str) -> BinaryIO:
 
 
 def packed(data: bytes, ending: str) -> bytes:
-    """A whole member that holds the data; the same bytes for the same data, whenever it is made."""
+    """Return a complete member that holds the data. Equal data gives equal bytes."""
     if ending == ".gz":
         return gzip.compress(data, mtime=0)
     if ending == ".bz2":
@@ -60,7 +63,7 @@ def packed(data: bytes, ending: str) -> bytes:
 
 
 class _Zstandard(io.RawIOBase):
-    """Frames in a row; unlike zstandard's own reader it tells a torn frame from the end."""
+    """Reader of consecutive frames. Unlike zstandard's own reader it detects a truncated frame."""
 
     def __init__(self, stream: BinaryIO) -> None:
         need("zstandard")

@@ -1,4 +1,4 @@
-"""What rows the formats of a corpus have: each format is a function that yields them."""
+"""Rows of a corpus in each format: each format is a function that yields them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,19 @@ _ENDINGS = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
 }
-_LONGEST_FIELD = 1 << 24  # a quote that is not closed must not take the whole file into memory
-_AT_ONCE = 1024  # rows of Parquet and datasets
+_LONGEST_FIELD = 1 << 24  # keeps an unclosed quote from reading the whole file into memory
+_AT_ONCE = 1024  # rows of Parquet and datasets to read at once
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of text, or a row by its columns; `problem` where it has none that can be read."""
+    """A line of text, or the fields of a row by column.
+
+    Attributes:
+        text: the line.
+        fields: the fields.
+        problem: why the row cannot be read, or None.
+    """
 
     text: str | None = None
     fields: dict[str, Any] | None = None
@@ -40,7 +46,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """names: columns that a file must have. header, quotes: of tables, see `readers.Files`."""
+    """Columns and dialect of a file.
+
+    Attributes:
+        names: columns that it must have.
+        header: whether a table's first row names the columns; see `readers.Files`.
+        quotes: whether a table's fields may be quoted; see `readers.Files`.
+    """
 
     names: tuple[str, ...] = ()
     header: bool = True
@@ -48,15 +60,20 @@ class Layout:
 
 
 def of_ending(ending: str) -> str:
-    """The format of files that end so: text, where the ending says nothing else."""
+    """Return the format for an ending; text if the ending is unknown."""
     return _ENDINGS.get(ending.lower(), "text")
 
 
 def rows(kind: str, name: str, stream: BinaryIO, layout: Layout) -> Iterator[Row]:
-    """The rows of a file.
+    """Yield the rows of a file.
 
+    Args:
+        kind: one of `NAMES`.
+        name: path of the file, for messages; a dataset is read from it.
+        stream: the contents of the file; not used for a dataset.
+        layout: its columns and dialect.
     Raises:
-        CommandError: a column is missing, or the file is not of this format; the message has columns, or why.
+        CommandError: a column is missing, or the file is not of this format.
     """
     if kind == "text":
         return _lines(stream)
@@ -68,7 +85,7 @@ def rows(kind: str, name: str, stream: BinaryIO, layout: Layout) -> Iterator[Row
 
 
 def length(kind: str, stream: BinaryIO) -> int:
-    """The number of a file's rows: of Parquet as it says, else of line ends."""
+    """Return the number of a file's rows, from Parquet's metadata; else the number of line ends."""
     if kind == "parquet":
         need("pyarrow")
         from pyarrow.parquet import ParquetFile
@@ -80,14 +97,14 @@ def length(kind: str, stream: BinaryIO) -> int:
 def columns(
     kind: str, name: str, opened: Callable[[], AbstractContextManager[BinaryIO]]
 ) -> list[str]:
-    """The columns of a file's first row."""
+    """Return the columns of a file's first row."""
     with opened() as stream:
         row = next(rows(kind, name, stream, Layout()), None)
     return list(row.fields) if row is not None and row.fields else []
 
 
 def key_of(name: str, fields: dict[str, Any]) -> str:
-    """The key of a column that is given by its name, or by its number from 1."""
+    """Return the key of a column that is given by its name, or by its number from 1."""
     if name in fields or not name.isdecimal() or not 1 <= int(name) <= len(fields):
         return name
     return list(fields)[int(name) - 1]
@@ -108,14 +125,14 @@ def _lines(stream: BinaryIO) -> Iterator[Row]:
 
 
 def _ended_by_newline(stream: BinaryIO) -> Iterator[bytes]:
-    r"""Lines without their ends, which are \n or \r\n and nothing else."""
+    r"""Yield lines without their ends, which are \n or \r\n and nothing else."""
     for line in stream:
         yield line.removesuffix(b"\n").removesuffix(b"\r") if line.endswith(b"\n") else line
 
 
 def _table(name: str, stream: BinaryIO, delimiter: str, layout: Layout) -> Iterator[Row]:
     csv.field_size_limit(_LONGEST_FIELD)
-    # Bytes that are not UTF-8 come through as surrogates, so that they are a problem of their row alone.
+    # Invalid UTF-8 becomes surrogates, so that it is a problem of its own row only.
     text = io.TextIOWrapper(
         stream, "utf-8-sig", "surrogateescape", newline="" if layout.quotes else "\n"
     )
@@ -131,11 +148,10 @@ def _table(name: str, stream: BinaryIO, delimiter: str, layout: Layout) -> Itera
                 _check(name, dict.fromkeys(header), layout)
                 if layout.header:
                     continue
-            if (
-                cells or len(header) == 1
-            ):  # csv has nothing for a blank line, which is a row of one empty field
+            # csv yields no cells for a blank line, which is a row of one empty field.
+            if cells or len(header) == 1:
                 yield _of_cells(header, cells or [""])
-    except csv.Error as error:  # a quote where none may be: where the next row begins is not known
+    except csv.Error as error:  # a misplaced quote: the start of the next row is unknown
         way_out = "; --no-quotes where a quote is a letter like others" if delimiter == "\t" else ""
         raise CommandError(f"{name}, line {reader.line_num}: {error}{way_out}") from error
     finally:
@@ -160,7 +176,7 @@ def _json_lines(name: str, stream: BinaryIO, layout: Layout) -> Iterator[Row]:
             fields = json.loads(data)
             if not isinstance(fields, dict):
                 raise ValueError(f"a {type(fields).__name__}, not an object")
-        except (ValueError, RecursionError) as error:  # an invalid byte is a ValueError too
+        except (ValueError, RecursionError) as error:  # ValueError includes invalid UTF-8
             yield Row(problem=f"not a JSON object: {first_line(error)}")
             continue
         if first:
@@ -198,5 +214,5 @@ def _dataset(name: str, layout: Layout) -> Iterator[Row]:
             f"{name} has several parts, {', '.join(map(str, found))}: name one, as {name}/PART"
         )
     _check(name, dict.fromkeys(found.column_names), layout)
-    for table in found.with_format("arrow").iter(_AT_ONCE):  # as stored: nothing is decoded
+    for table in found.with_format("arrow").iter(_AT_ONCE):  # as stored, without decoding
         yield from (Row(fields=fields) for fields in cast(Any, table).to_pylist())

@@ -1,4 +1,4 @@
-"""JSON lines as Parquet, a group of rows at a time."""
+"""Conversion of JSON lines to Parquet, one group of rows at a time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _ROWS = 8192
 
 
 def of_json_lines(lines: Path, output: Path) -> None:
-    """Write a Parquet file of a file of JSON objects.
+    """Convert a file of JSON objects to Parquet.
 
-    A column has the type that holds all of its values; where none does, its values are JSON text.
+    A column gets the type that holds all of its values. If there is none, its values are stored as
+    JSON text.
     """
     need("pyarrow")
     import pyarrow as pa
@@ -49,7 +50,7 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _storable_text(value: Any) -> Any:
-    """A value whose texts have a replacement character for half a pair of surrogates, which UTF-8 cannot say."""
+    """Replace unpaired surrogates, which UTF-8 cannot encode, in all texts of a value."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
@@ -67,7 +68,7 @@ def _type_of(values: list[Any]) -> Any:
 
 
 def _wider(one: Any, other: Any) -> Any:
-    """The type that holds the values of both."""
+    """Return a type that holds the values of both types."""
     import pyarrow as pa
 
     try:
@@ -78,7 +79,7 @@ def _wider(one: Any, other: Any) -> Any:
 
 
 def _storable(kind: Any) -> bool:
-    """Whether Parquet has a word for a type: it has none for objects without fields."""
+    """Return whether Parquet can store a type; it cannot store structs without fields."""
     import pyarrow as pa
 
     if pa.types.is_struct(kind) and kind.num_fields == 0:

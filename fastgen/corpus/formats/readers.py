@@ -1,7 +1,7 @@
-"""Records from files: lines of text, a column of a table, a field of JSON lines, a Parquet column, a stored dataset.
+"""Records from files: lines of text, a column of a table, JSON lines, Parquet or a stored dataset.
 
-Files are read as they are asked for, never as a whole. What is wrong with a record is a problem of that record and
-shifts no other; what is wrong with a file is a CommandError.
+Files are read lazily. An error in a record is a problem of that record and does not shift the
+others; an error of a file is a CommandError.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class Files:
-    """The records of some files, one file after the other.
+    """Records of some files, one file after the other.
 
     Attributes:
-        names: paths, or `-` for what comes in; folders are datasets as `save_to_disk` writes them.
+        names: paths, or `-` for standard input. Folders are datasets as `save_to_disk` writes them.
         format: one of `formats.NAMES`; None: by the ending of the names.
-        column: which holds the text, by its name, or by its number from 1 in tables without names.
-        prefix_column: which holds what stands before each text.
-        target_column: which names the first token of each output.
-        header: whether a table's first row has its names; None: unless the column is a number.
-        quotes: whether a quote in a table may stand around a field.
-        limit: the first so many records alone.
-        options: what the command calls `column` and `format`, for messages.
+        column: column of the text, by its name, or by its number from 1.
+        prefix_column: column of a prefix for each text.
+        header: whether a table's first row names the columns; None: yes, unless all columns are
+            given by number.
+        quotes: whether a table's fields may be quoted.
+        limit: number of records to read, from the first on; None for all.
+        target_column: column that names the first token of each output.
+        options: the command's options for `column` and `format`, for messages.
 
     Raises:
-        CommandError: no format is known, two files differ in theirs, or a format has no column.
+        CommandError: the files have several formats, a column is missing or not possible in the
+            format, or the format does not allow standard input or `quotes=False`.
     """
 
     names: tuple[str, ...]
@@ -62,14 +64,17 @@ class Files:
         kinds = {self.format or _format_of(name) for name in self.names}
         if len(kinds) > 1:
             raise CommandError(
-                f"--input: files of {' and '.join(sorted(kinds))}; --input-format says which they are"
+                f"--input: files of {' and '.join(sorted(kinds))}; "
+                "--input-format says which they are"
             )
         object.__setattr__(self, "format", kinds.pop())
         if self.format in formats.BY_COLUMN and self.column is None:
             raise CommandError(f"{self.options[0]} is needed: {self._columns_said()}")
         if self.format == "text" and (self.column or self.prefix_column):
-            raise CommandError(f"{self.options[0]} {self.column or self.prefix_column}: lines of text have no columns; "
-                               f"{self.options[1]} says what else the file is")  # fmt: skip
+            raise CommandError(
+                f"{self.options[0]} {self.column or self.prefix_column}: "
+                f"lines of text have no columns; {self.options[1]} says what else the file is"
+            )
         if self.format == "text" and self.target_column:
             raise CommandError(f"lines of text have no column {self.target_column!r}; "
                                "--input-format says what else the file is")  # fmt: skip
@@ -82,20 +87,24 @@ class Files:
 
     @property
     def once(self) -> bool:
+        """Whether a file can be read only once."""
         return any(map(_is_stream, self.names))
 
     def __length_hint__(self) -> int:
-        """The number of records, or about that, where it is told by less work than reading them."""
+        """Return the approximate number of records, if that takes less work than reading them."""
         if self.once or self.format not in ("text", "jsonl", "parquet"):
             return NotImplemented
-        found = sum(self._length(name) for name in self.names)
-        return found if self.limit is None else min(found, self.limit)
+        total = sum(self._length(name) for name in self.names)
+        return total if self.limit is None else min(total, self.limit)
 
     def check(self) -> dict[str, Any] | None:
-        """The fields of the first record of the first file; None where they have none, or it can be read only once.
+        """Return the fields of the first record of the first file.
 
+        Returns:
+            The fields; None if the format has none, or the file can be read only once.
         Raises:
-            CommandError: a file cannot be read, is empty, does not have a column, or has others than the first.
+            CommandError: a file cannot be read, is empty, lacks a column, or has other columns than
+                the first file.
         """
         first = None
         for position, name in enumerate(self.names):
@@ -112,34 +121,39 @@ class Files:
                     and [*fields] != [*first]
                 ):
                     raise CommandError(
-                        f"{name} has the columns {', '.join(fields)}, and {self.names[0]} {', '.join(first)}"
+                        f"{name} has the columns {', '.join(fields)}, "
+                        f"and {self.names[0]} {', '.join(first)}"
                     )
         return first
 
     def records(self) -> Iterator[Record]:
+        """Yield the records in order."""
         numbers = count(1)
         rows = (row for name in self.names for row in self._rows(name))
         for row in islice(rows, self.limit):
             yield self._record(next(numbers), row)
 
     def identity(self) -> dict[str, Any]:
+        """Return what identifies the records, JSON-ready: digests of the files and all settings."""
         return {
-            "files": [_identity(name) for name in self.names], "format": self.format, "column": self.column,
-            "prefix_column": self.prefix_column, "target_column": self.target_column, "header": self.layout.header,
+            "files": [_identity(name) for name in self.names], "format": self.format,
+            "column": self.column, "prefix_column": self.prefix_column,
+            "target_column": self.target_column, "header": self.layout.header,
             "quotes": self.quotes, "limit": self.limit,
         }  # fmt: skip
 
     @property
     def layout(self) -> Layout:
+        """The columns that the files must have, and their dialect."""
         names = tuple(self._columns.values())
         numbered = bool(names) and all(name.isdecimal() for name in names)
         return Layout(names, not numbered if self.header is None else self.header, self.quotes)
 
     @property
     def _columns(self) -> dict[str, str]:
-        """The columns that are asked for, by the field of a record that they become."""
-        asked = {"text": self.column, "prefix": self.prefix_column, "target": self.target_column}
-        return {field: name for field, name in asked.items() if name is not None}
+        """The columns that are read, by the field of a record that they fill."""
+        columns = {"text": self.column, "prefix": self.prefix_column, "target": self.target_column}
+        return {field: name for field, name in columns.items() if name is not None}
 
     def _rows(self, name: str) -> Generator[Row]:
         any_row = False
@@ -153,19 +167,19 @@ class Files:
 
     def _record(self, number: int, row: Row) -> Record:
         fields, problem = row.fields, row.problem
-        held: dict[str, Any] = {"text": row.text}
+        values: dict[str, Any] = {"text": row.text}
         if problem is None and self.format != "text":
             assert fields is not None
-            held = {
+            values = {
                 field: fields.get(formats.key_of(name, fields))
                 for field, name in self._columns.items()
             }
-            problem = next(filter(None, map(_problem_of, self.layout.names, held.values())), None)
+            problem = next(filter(None, map(_problem_of, self.layout.names, values.values())), None)
         if problem is not None:
             return Record(number, "", fields=fields, problem=Problem(problem))
-        if self.format == "text" and not held["text"].strip():
-            return Record(number, held["text"], problem=Blank(NO_TEXT))
-        record = Record(number, fields=fields, **held)
+        if self.format == "text" and not values["text"].strip():
+            return Record(number, values["text"], problem=Blank(NO_TEXT))
+        record = Record(number, fields=fields, **values)
         if record.prefix and not record.text.strip():
             return replace(record, text="", problem=Problem(NO_TEXT))
         return record
@@ -206,10 +220,10 @@ def _format_of(name: str) -> str:
 
 @contextmanager
 def _opened(name: str, kind: str) -> Generator[BinaryIO]:
-    """The bytes of a file, without their compression; for a dataset and Parquet they are not looked at.
+    """Open a file for reading, decompressed. Datasets are not opened here.
 
     Raises:
-        CommandError: it cannot be read, or not to its end.
+        CommandError: the file cannot be read, or is truncated.
     """
     try:
         if name == STDIN:
@@ -229,7 +243,9 @@ def _opened(name: str, kind: str) -> Generator[BinaryIO]:
 
 
 def _stdin() -> BinaryIO:
-    """Standard input, by a descriptor of its own: Python closes its own at the end, while a thread may wait for it.
+    """Open standard input through a descriptor of its own.
+
+    Python closes sys.stdin when it exits, while a thread may still be waiting for input.
 
     Raises:
         CommandError: it is closed.
@@ -238,12 +254,12 @@ def _stdin() -> BinaryIO:
         raise CommandError("standard input is closed")
     try:
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    except OSError:  # one that is no file
+    except OSError:  # sys.stdin has no file descriptor
         return sys.stdin.buffer
 
 
 def _is_stream(name: str) -> bool:
-    """Whether it can be read only once: standard input, a named pipe, what a shell substitutes for a process."""
+    """Return whether a file can be read only once: standard input or a pipe."""
     path = Path(name)
     return name == STDIN or (path.exists() and not path.is_file() and not path.is_dir())
 
@@ -253,7 +269,7 @@ def _called(name: str) -> str:
 
 
 def _identity(name: str) -> dict[str, Any]:
-    """Name, size and SHA-256 of a regular file, or of a dataset's files."""
+    """Return name, size and SHA-256 of a file or of a dataset's files; of a pipe only the name."""
     path = Path(name)
     if name == STDIN or not (path.is_file() or path.is_dir()):
         return {"name": name}

@@ -1,4 +1,4 @@
-"""What a corpus is made of: records that a source yields, and the bytes that a sink makes of their outputs."""
+"""Records that a source yields, and interfaces of sources and sinks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Record:
     """One text of a corpus.
 
     Attributes:
-        number: of its line or row, from 1.
-        text: what is to be generated from; empty where there is a `problem`.
-        prefix: what stands before this text, from a column of its own.
-        fields: the row it comes from, by column, where the format has columns.
+        number: number of its line or row, from 1.
+        text: the text to generate from; may be empty if there is a `problem`.
+        prefix: text before it, from a column of its own.
+        fields: the row that it comes from, by column, if the format has columns.
         problem: why it could not be read.
-        target: what the first token of its output is named, from a column of its own.
+        target: name of the first token of its output, from a column of its own.
     """
 
     number: int
@@ -32,36 +32,36 @@ class Record:
 
 
 class Source(Protocol):
-    """Where records come from."""
+    """Interface of a source of records."""
 
     @property
     def once(self) -> bool:
-        """Whether it can be read one time only, as standard input."""
+        """Whether it can be read only once, as standard input."""
         ...
 
     def records(self) -> Iterator[Record]:
-        """The records in their order, from the first; each call begins anew, where the source can be read twice."""
+        """Yield the records in order. Each call starts again from the first, unless `once`."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What tells this source from another, JSON-ready: a run that goes on compares it."""
+        """Return what identifies this source, JSON-ready. A resumed run compares it."""
         ...
 
 
 class Sink(Protocol):
-    """What outputs become."""
+    """Interface of an output format."""
 
     def block(self, records: Sequence[Record], outputs: Sequence[Output | Problem | None]) -> bytes:
-        """The bytes of some records in a row; None stands for a record that is left out.
+        """Return the bytes for consecutive records. An output of None leaves its record out.
 
-        The blocks of a corpus, one behind the other, are the body of its output.
+        The blocks of a corpus, concatenated, are the body of its output.
         """
         ...
 
     def finish(self, body: Path, output: Path) -> None:
-        """Make the output of a whole body, at once: it is there as a whole or not at all."""
+        """Make the output from a complete body, atomically."""
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What the bytes depend on, JSON-ready."""
+        """Return what the bytes depend on, JSON-ready."""
         ...

@@ -1,7 +1,7 @@
-"""What outputs become: lines of text, tables, JSON lines, Parquet.
+"""Output formats: lines of text, tables, JSON lines and Parquet.
 
-The bytes of a block depend on its records and outputs alone, and those of all blocks, one behind the other, are the
-body of the output: compressed, each block is a member of its own.
+The bytes of a block depend only on its records and outputs. All blocks, concatenated, are the body
+of the output; if it is compressed, each block is a member of its own.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ _BREAKS_AND_TABS = re.compile(r"\r\n|[\r\n\t]")
 
 @dataclass(frozen=True)
 class File:
-    """An output file, or what goes to standard output.
+    """An output file, or standard output.
 
     Attributes:
         format: one of `NAMES`.
-        compression: one of `compression.ENDINGS`, or none.
-        columns: those of the input, which a table keeps; None: it had none, and a table has the text.
-        quotes: whether a table may have quotes around a field; if not, its tabs and line breaks become spaces.
-        several: whether there is more than one output of a record.
-        scores: whether each output has one.
-        problems: whether a record without output is written, with the reason.
-        prefix: before the names of what is added.
+        compression: one of `compression.ENDINGS`, or "" for none.
+        columns: columns of the input, which a table keeps. None: the input has none, and a table
+            gets the column `text`.
+        quotes: whether a table's fields may be quoted. If not, tabs and line breaks in fields
+            become spaces.
+        several: whether a record has several outputs.
+        scores: whether outputs have scores.
+        problems: whether a record without an output is written, with the reason.
+        prefix: prefix of the names of added fields.
 
     Raises:
-        CommandError: the input has a column of the name of one that is added, or two of these do not go together.
+        CommandError: the input has a column with the name of an added field, or two attributes
+            exclude each other.
     """
 
     format: str
@@ -65,16 +68,16 @@ class File:
             raise CommandError(
                 "--no-quotes: a comma in a field of CSV needs quotes; TSV does without"
             )
-        twice = [name for name in self.added if name in (self.columns or ())]
-        if self.format != "text" and twice:
+        clashing = [name for name in self.added if name in (self.columns or ())]
+        if self.format != "text" and clashing:
             raise CommandError(
-                f"the input has a column {twice[0]!r} already, which the output adds; --field-prefix TEXT goes before "
-                "the names of what is added"
+                f"the input has a column {clashing[0]!r} already, which the output adds; "
+                "--field-prefix TEXT goes before the names of what is added"
             )
 
     @property
     def added(self) -> list[str]:
-        """The names of what is added to the fields of a record."""
+        """Names of the fields that are added to those of a record."""
         if self.format in formats.DELIMITERS:
             names = ["rank"] * self.several + ["score"] * self.scores + ["output"]
         else:
@@ -83,6 +86,7 @@ class File:
         return [self.prefix + name for name in ["number", *names, *["problem"] * self.problems]]
 
     def block(self, records: Sequence[Record], outputs: Sequence[Output | Problem | None]) -> bytes:
+        """Return the bytes for consecutive records; see `Sink.block`."""
         pairs = list(zip(records, outputs, strict=True))
         if self.format in formats.DELIMITERS:
             data = self._table(pairs)
@@ -92,12 +96,13 @@ class File:
         return compression.packed(data.encode(), self.compression) if data else b""
 
     def finish(self, body: Path, output: Path) -> None:
+        """Make the output from a complete body; see `Sink.finish`."""
         if self.format == "parquet":
-            made = output.with_name(f"{output.name}.part.final")
-            parquet.of_json_lines(body, made)
-            with made.open("rb") as stream:
+            final = output.with_name(f"{output.name}.part.final")
+            parquet.of_json_lines(body, final)
+            with final.open("rb") as stream:
                 os.fsync(stream.fileno())
-            made.replace(output)
+            final.replace(output)
             body.unlink()
             return
         if self.compression and body.stat().st_size == 0:
@@ -105,17 +110,18 @@ class File:
         body.replace(output)
 
     def identity(self) -> dict[str, Any]:
+        """Return what the bytes depend on, JSON-ready."""
         return asdict(self)
 
     def best(self, output: Path) -> Iterator[tuple[int, str]]:
-        """Number and best text of each record of a finished output; a text that could not be made is empty."""
+        """Yield number and best text of each record of a finished output; "" for a failed text."""
         if self._numbered:
-            found, number, rank = Files((str(output),), "tsv", "4", quotes=False), "1", "2"
+            files, number, rank = Files((str(output),), "tsv", "4", quotes=False), "1", "2"
         else:
             column = None if self.format == "text" else f"{self.prefix}output"
-            found = Files((str(output),), self.format, column, quotes=self.quotes)
+            files = Files((str(output),), self.format, column, quotes=self.quotes)
             number, rank = f"{self.prefix}number", f"{self.prefix}rank"
-        for record in found.records():
+        for record in files.records():
             fields = record.fields or {}
             if (
                 not (self.several and (self._numbered or self.format in formats.DELIMITERS))
@@ -125,7 +131,7 @@ class File:
 
     @property
     def _numbered(self) -> bool:
-        """Whether lines of text have a number, a rank and a score."""
+        """Whether lines of text include number, rank and score."""
         return self.format == "text" and (self.several or self.scores)
 
     def _lines(self, record: Record, output: Output | Problem | None) -> Iterator[str]:
@@ -133,7 +139,9 @@ class File:
             yield (one_line(output.texts[0]) if isinstance(output, Output) else "") + "\n"
         elif output is not None:
             for rank, (text, score) in enumerate(_ranked(output), 1):
-                yield f"{record.number}\t{rank}\t{_cell(score)}\t{_BREAKS_AND_TABS.sub(' ', text)}\n"
+                yield (
+                    f"{record.number}\t{rank}\t{_cell(score)}\t{_BREAKS_AND_TABS.sub(' ', text)}\n"
+                )
 
     def _table(self, pairs: Sequence[tuple[Record, Output | Problem | None]]) -> str:
         number, *names = self.added
@@ -151,7 +159,7 @@ class File:
                 written.write(
                     delimiter.join(_BREAKS_AND_TABS.sub(" ", cell) for cell in cells) + "\n"
                 )
-            else:  # csv puts no quotes around a lone \r, at which readers of csv end a line
+            else:  # csv.writer does not quote a lone \r, which csv readers take for a line end
                 (quoted if any("\r" in cell for cell in cells) else plain).writerow(cells)
 
         if pairs and pairs[0][0].number == 1:
@@ -179,9 +187,12 @@ class File:
 
 
 def json_line(value: Mapping[str, Any], floats: bool = False) -> str:
-    """A line of JSON; what JSON has no word for is text, bytes in base64.
+    """Return a line of JSON. Other types become text, and bytes become base64.
 
-    floats: NaN and the infinities are such words as Python's reader knows them; else they are null.
+    Args:
+        value: the object.
+        floats: whether NaN and the infinities are written as Python's reader accepts them; else
+            they are null.
     """
     try:
         line = json.dumps(value, ensure_ascii=False, default=_as_text, allow_nan=floats)
@@ -190,13 +201,13 @@ def json_line(value: Mapping[str, Any], floats: bool = False) -> str:
         line = json.dumps(value, ensure_ascii=False, default=_as_text)
     try:
         line.encode()
-    except UnicodeEncodeError:  # half a pair of surrogates, which JSON can say and UTF-8 cannot
+    except UnicodeEncodeError:  # an unpaired surrogate, which only an escape can represent
         line = json.dumps(value, default=_as_text)
     return line + "\n"
 
 
 def one_line(text: str) -> str:
-    """A text without line breaks."""
+    """Return a text with line breaks replaced by spaces."""
     return _BREAKS.sub(" ", text)
 
 
@@ -219,7 +230,7 @@ def _fields(record: Record) -> Mapping[str, Any]:
 
 
 def _ranked(output: Output | Problem) -> list[tuple[str, float | None]]:
-    """Texts and their scores, the best first; one empty text for a problem."""
+    """Return texts and their scores, the best first; one empty text for a problem."""
     if isinstance(output, Problem):
         return [("", None)]
     return list(zip(output.texts, output.scores or [None] * len(output.texts), strict=True))

@@ -1,4 +1,4 @@
-"""Blocks: the records of a source, so many in a row. A block is what a run writes, loses and makes again as a whole."""
+"""Blocks of consecutive records, which a run writes, loses and generates again as a whole."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from fastgen.errors import CommandError
 
 @dataclass(frozen=True)
 class Block:
-    """Records in a row, and their place among the blocks, from 0."""
+    """Consecutive records.
+
+    Attributes:
+        number: index among the blocks, from 0.
+        records: the records.
+    """
 
     number: int
     records: list[Record]
 
     @property
     def digest(self) -> str:
-        """What tells these records from any others."""
-        whole = hashlib.sha256()
+        """Digest that identifies the records: 16 hexadecimal digits."""
+        digest = hashlib.sha256()
         for record in self.records:
-            whole.update(repr(record).encode("utf-8", "backslashreplace"))
-        return whole.hexdigest()[:16]
+            digest.update(repr(record).encode("utf-8", "backslashreplace"))
+        return digest.hexdigest()[:16]
 
 
 def blocks(source: Source, size: int, known: Sequence[str]) -> Iterator[Block]:
-    """The blocks of a source behind those that an earlier run has made.
+    """Yield the blocks of a source after those that an earlier run has made.
 
     Args:
+        source: the source.
         size: records of a block; the last one may have fewer.
-        known: digests of the blocks of earlier runs, which are read over and compared.
+        known: digests of the blocks of earlier runs, which are read again and compared.
     Raises:
-        CommandError: a block has other records than an earlier run has read, or is not there.
+        CommandError: a block has other records than in an earlier run, or is missing.
     """
     records, number = iter(source.records()), 0
     while in_block := list(islice(records, size)):
@@ -44,12 +50,12 @@ def blocks(source: Source, size: int, known: Sequence[str]) -> Iterator[Block]:
         elif block.digest != known[number]:
             first, last = in_block[0].number, in_block[-1].number
             raise CommandError(
-                f"the input has changed: records {first} to {last} were {known[number]} and are {block.digest}. "
-                "--restart begins anew"
+                f"the input has changed: records {first} to {last} were {known[number]} "
+                f"and are {block.digest}. --restart begins anew"
             )
         number += 1
     if number < len(known):
         raise CommandError(
-            f"the input has changed: it ends behind {number} blocks of {size} records, and an earlier run has read "
-            f"{len(known)}. --restart begins anew"
+            f"the input has changed: it ends behind {number} blocks of {size} records, "
+            f"and an earlier run has read {len(known)}. --restart begins anew"
         )

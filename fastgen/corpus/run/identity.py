@@ -1,4 +1,4 @@
-"""What outputs depend on, as JSON: digests of files, and what differs between two runs."""
+"""Identity of outputs: what they depend on, as JSON, with digests of files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 _MISSING = "not there"
 _COMMIT = re.compile("[0-9a-f]{40}")
-_NO_MATTER = ("threads",)  # options that change the speed, and rounding, alone
+_NO_MATTER = ("threads",)  # options that change only speed and rounding
 
 
 def header_of(job: Job) -> dict[str, Any]:
-    """All that an output's bytes depend on, JSON-ready."""
+    """Return everything that the bytes of an output depend on, JSON-ready."""
     options = {
         option.name: _told(getattr(job.options, option.name))
         for option in fields(job.options)
         if option.name not in _NO_MATTER
     }
     header = {
-        "source": job.source.identity(), "sink": job.sink.identity(), "options": options | {"device": _device(job)},
-        "block": job.block, "versions": versions(),
+        "source": job.source.identity(), "sink": job.sink.identity(),
+        "options": options | {"device": _device(job)}, "block": job.block, "versions": versions(),
     }  # fmt: skip
     return json.loads(json.dumps(header))
 
@@ -41,7 +41,7 @@ def _told(value: Any) -> Any:
 
 
 def _device(job: Job) -> str:
-    """The kind of device; which of several does not matter."""
+    """Return the type of the device, without its index."""
     import torch
 
     named = job.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,7 +49,7 @@ def _device(job: Job) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that an output depends on."""
+    """Return the versions of the packages that an output depends on."""
     installed = {
         name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")
     }
@@ -57,20 +57,21 @@ def versions() -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """What tells a file, or the files of a model's folder, from any other.
+    """Return a digest that identifies a file, or the files of a model's folder.
 
-    Tokenizers have files of many names: all of a folder count, but for hidden ones, a README, and other folders. A
-    snapshot in the hub's cache is told by its commit, as files come to it when somebody needs them.
+    In a folder, all files count except hidden ones, READMEs and subfolders, since tokenizers have
+    files of many names. A snapshot in the hub's cache is identified by its commit, since files are
+    added to it on demand.
     """
     if path.parent.name == "snapshots" and _COMMIT.fullmatch(path.name):
         return path.name[:16]
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     files = [path] if path.is_file() else sorted(f for f in path.iterdir() if _counts(f))
     for file in files:
         with file.open("rb") as stream:
             name = "" if file == path else file.name
-            whole.update(f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
-    return whole.hexdigest()[:16]
+            sha256.update(f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return sha256.hexdigest()[:16]
 
 
 def _counts(file: Path) -> bool:
@@ -78,7 +79,12 @@ def _counts(file: Path) -> bool:
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between the headers of two runs, in words; a mapping's values are told one by one."""
+    """Return what differs between the headers of two runs, in words, key by key.
+
+    Args:
+        was: header of the earlier run.
+        now: header of this run.
+    """
     before, after = _flat(was), _flat(now)
     return [
         f"{name} was {before.get(name, _MISSING)} and is {after.get(name, _MISSING)}"

@@ -1,4 +1,4 @@
-"""A job: a corpus, what is to be made of it, and where it goes; `run` does it."""
+"""A job: a corpus, what to generate from it, and where to write it; `run` executes it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,21 @@ BLOCK = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """Texts of a source, through a model, into a sink.
+    """Generation from the texts of a source with a model, into a sink.
+
+    With several processes, the job is pickled, including its source and sink.
 
     Attributes:
-        source: its length (`len`), where it has one, is the number of its records. Several processes are sent the job,
-            so that it and the sink can be pickled.
-        output: None for standard output, which cannot be gone on with.
-        on_error: what a record without an output does: end the run, be left out, or give an empty output.
-        block: records that are written, and lost, together; batches of like lengths are made within one.
-        processes: on this machine.
-        restart: forget what an earlier run has left beside the output.
-        progress: show a bar on standard error.
+        options: the model and the options of generation.
+        source: the records. Its length hint, if any, is the number of records.
+        sink: the output format.
+        output: the output file; None for standard output, which cannot be resumed.
+        on_error: what a record without an output does: end the run, be left out, or give an empty
+            output.
+        block: records that are written, and lost, together. Batches are formed within a block.
+        processes: worker processes on this machine.
+        restart: discard what an earlier run has left beside the output.
+        progress: show a progress bar on stderr.
         summary: file for the summary, as JSON.
     """
 
@@ -53,12 +57,12 @@ class Job:
 
 
 def run(job: Job) -> Summary:
-    """Do a job, or what an earlier run has left of it; the output is there as a whole in the end, or not at all.
+    """Run a job, or what is left of it after an earlier run. The output is complete or absent.
 
     Raises:
-        CommandError: the run cannot be, or cannot go on; the message says why, and what has changed since it began. A
-            record without an output is one, where `on_error` is "fail".
-        SystemExit: of status 1, and nothing is said: nobody reads standard output any more.
+        CommandError: the job is invalid or cannot be resumed; the message says why, and what has
+            changed. Also if a record has no output and `on_error` is "fail".
+        SystemExit: status 1 without a message: the reader of standard output is gone.
     """
     _check(job)
     summary = _to_stdout(job) if job.output is None else _to_file(job, job.output)
@@ -74,8 +78,9 @@ def _check(job: Job) -> None:
             raise CommandError(f"--{name} {value}: {problem}")
     if "RANK" in os.environ and (world := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise CommandError(
-            f"WORLD_SIZE={world}: each process that torchrun starts would generate the whole corpus; start one, with "
-            "--processes N for several on this machine, or --engine ray for many machines"
+            f"WORLD_SIZE={world}: each process that torchrun starts would generate the whole "
+            "corpus; start one, with --processes N for several on this machine, "
+            "or --engine ray for many machines"
         )
     if job.processes > 1 and job.source.once:
         raise CommandError(
@@ -99,7 +104,7 @@ def _to_file(job: Job, output: Path) -> Summary:
         restart(output)
     with closing(Journal(output, header, job.on_error)) as journal:
         if not journal.begun and _file(output) != before:
-            remove(output)  # the header of this run, which would have the next one write over it
+            remove(output)  # else this run's header would make the next run overwrite the output
             raise CommandError(
                 f"{output}: another run has just finished it; --overwrite writes over it"
             )
@@ -112,8 +117,12 @@ def _to_file(job: Job, output: Path) -> Summary:
 
 
 def _make(job: Job, journal: Journal | Stdout) -> tuple[list[Report], list[str]]:
-    """Make the blocks that are not there. Returns what processes report, and how those have ended that do not."""
-    left = blocks(job.source, job.block, [entry.digest for entry in journal.entries])
+    """Generate the missing blocks.
+
+    Returns:
+        The processes' reports, and how processes without a report ended.
+    """
+    missing = blocks(job.source, job.block, [entry.digest for entry in journal.entries])
     with closing(
         Meter(job.source, sum(entry.records for entry in journal.entries), job.progress)
     ) as meter:
@@ -123,12 +132,12 @@ def _make(job: Job, journal: Journal | Stdout) -> tuple[list[Report], list[str]]
             meter.show(entry)
 
         if job.processes > 1:
-            return workers.run(job, left, append)
-        return [Worker(job).run(left, append)], []
+            return workers.run(job, missing, append)
+        return [Worker(job).run(missing, append)], []
 
 
 def _deliver(output: Path, sink: Sink) -> None:
-    """Make the output of a whole body. Runs again where it, or what follows it, was interrupted."""
+    """Make the output from a complete body. Runs again if this or a later step was interrupted."""
     body = body_of(output)
     if body.exists():
         with writing(output):
@@ -139,7 +148,7 @@ def _deliver(output: Path, sink: Sink) -> None:
 
 
 def _file(path: Path) -> tuple[int, int] | None:
-    """Which file is there under a name; None where none is."""
+    """Return device and inode of a file; None if there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

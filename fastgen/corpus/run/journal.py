@@ -1,8 +1,9 @@
-"""A journal: the blocks of a corpus that lie in a body, on disk before anyone is told that they are done.
+"""Journal of the finished blocks of a corpus, which is on disk before a block counts as done.
 
-A body is bytes, block behind block, in the order of the corpus. Its journal is JSON lines: a header of all that the
-bytes depend on, a line for each block, and behind the last one of the corpus a line that says so. A block's bytes are
-on disk before its line is, so that what a journal says is true however a run ends.
+The body of an output is its blocks, concatenated in the order of the corpus. Its journal is JSON
+lines: a header of everything that the bytes depend on, a line for each block, and a final line
+after the last block of the corpus. A block's bytes are on disk before its line is, so the journal
+is correct however a run ends.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from fastgen.errors import CommandError
 _logger = logging.getLogger("fastgen")
 
 LOCKED = 10.0
-"""Seconds for which a journal that another run writes is waited for."""
+"""Seconds to wait for a journal that another run holds."""
 
 GOES_ON = "What is finished is safe; the same command goes on behind it"
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # a file system's answers that has none
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # the file system has no locks
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class Entry:
     """A finished block.
 
     Attributes:
-        bytes: of the body.
-        records, tokens: how many were read and written. blank: records that are blank lines. at_limit: outputs that
-            ended because they may not be longer.
-        digest: of its records.
-        problems: number of the record and reason, of each that has no output.
-        on_error: what was done about them; None where there are none.
+        bytes: its size in the body.
+        records: number of its records.
+        tokens: number of its generated tokens.
+        digest: digest of its records.
+        problems: record number and reason of each record without an output.
+        on_error: how these were handled; None if there are none.
+        blank: number of records that are blank lines.
+        at_limit: number of outputs that reached their length limit.
     """
 
     bytes: int
@@ -56,42 +59,50 @@ class Entry:
 
 
 def body_of(output: Path) -> Path:
-    """The body of an output that is not whole yet."""
+    """Return the path of the body of an incomplete output."""
     return output.with_name(f"{output.name}.part")
 
 
 def journal_of(output: Path) -> Path:
+    """Return the path of an output's journal."""
     return output.with_name(f"{output.name}.journal")
 
 
 def in_progress(output: Path) -> bool:
-    """Whether a run that writes this output has begun and has not ended."""
+    """Return whether a run for this output has begun and has not finished."""
     return journal_of(output).exists()
 
 
 def remove(output: Path) -> None:
-    """Take away all that runs have left beside an output; the journal, which says what to do with the rest, last."""
-    final = output.with_name(
-        f"{output.name}.part.final"
-    )  # what a sink makes of the whole, before it is the output
+    """Remove everything that runs have left beside an output, the journal last.
+
+    The journal determines what happens to the other files.
+    """
+    # A sink writes this file before it becomes the output.
+    final = output.with_name(f"{output.name}.part.final")
     for file in (final, body_of(output), journal_of(output)):
         file.unlink(missing_ok=True)
 
 
 def restart(output: Path) -> None:
-    """The same, unless a run is writing it."""
+    """Remove everything that runs have left beside an output.
+
+    Raises:
+        CommandError: a run is writing the output.
+    """
     with held(journal_of(output)), writing(output):
         remove(output)
 
 
 @dataclass
 class Written:
-    """What a journal says.
+    """Contents of a journal.
 
     Attributes:
-        header: what all the bytes depend on; empty where there is no journal, or not even its first line.
+        header: what the bytes depend on; empty if there is no journal or no complete header.
+        entries: the finished blocks.
         whole: whether the entries are all blocks of the corpus.
-        length: bytes of the journal up to the end of its last whole line.
+        length: bytes of the journal up to the end of its last complete line.
     """
 
     header: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -101,7 +112,7 @@ class Written:
 
     @property
     def begun(self) -> bool:
-        """Whether there is more than a header, which alone binds nobody."""
+        """Whether there is more than a header. A header alone does not bind the next run."""
         return bool(self.entries) or self.whole
 
     @property
@@ -111,29 +122,29 @@ class Written:
 
 
 def read(output: Path) -> Written:
-    """What an output's journal says; a last line that was being written when the run ended is none.
+    """Read an output's journal. A last line that was cut off is ignored.
 
     Raises:
-        CommandError: it is no journal, or its body has lost bytes.
+        CommandError: it is no journal, or bytes are missing from its body.
     """
-    found, journal, body = Written(), journal_of(output), body_of(output)
+    written, journal, body = Written(), journal_of(output), body_of(output)
     if not journal.exists():
-        return found
+        return written
     with journal.open("rb") as stream:
         for line in stream:
             try:
-                _take(json.loads(line) if line.endswith(b"\n") else {}, found)
+                _take(json.loads(line) if line.endswith(b"\n") else {}, written)
             except (KeyError, TypeError, ValueError) as error:
                 if not line.endswith(b"\n") or not stream.read(1):
                     break
                 raise CommandError(
                     f"{journal} is no journal of a run; --restart begins anew"
                 ) from error
-            found.length += len(line)
+            written.length += len(line)
     size = body.stat().st_size if body.exists() else 0
-    if size < found.end and not found.whole:
-        raise CommandError(f"{body} has {size} bytes of {found.end}; --restart begins anew")
-    return found
+    if size < written.end and not written.whole:
+        raise CommandError(f"{body} has {size} bytes of {written.end}; --restart begins anew")
+    return written
 
 
 def _take(line: dict[str, Any], found: Written) -> None:
@@ -147,16 +158,19 @@ def _take(line: dict[str, Any], found: Written) -> None:
 
 
 class Journal:
-    """Writes an output's body and journal, behind what they hold.
+    """Writer of an output's body and journal, which continues existing ones.
 
     Args:
+        output: the output file.
         header: what this run's bytes depend on.
-        on_error: what it does about problems.
+        on_error: how it handles problems.
     Attributes:
+        entries: the finished blocks.
         begun: whether an earlier run has written more than a header.
-        whole: whether all blocks are there, and only the sink is left to run.
+        whole: whether all blocks are finished, and only the sink is left to run.
     Raises:
-        CommandError: another run is writing it, or what lies there was made otherwise; the message says what differs.
+        CommandError: another run is writing it, or an earlier run had other options; the message
+            says what differs.
     """
 
     def __init__(self, output: Path, header: dict[str, Any], on_error: str) -> None:
@@ -170,7 +184,7 @@ class Journal:
                 self._compare(written.header, header, on_error)
             with writing(body_of(output)):
                 self._journal.truncate(written.length if self.begun else 0)
-                if not self.whole:  # else the body is complete, or has become the output already
+                if not self.whole:  # else the body is complete, or is the output already
                     self._body = body_of(output).open("ab", buffering=0)
                     self._body.truncate(written.end)
             if not self.begun:
@@ -187,12 +201,12 @@ class Journal:
         self.entries.append(entry)
 
     def end(self) -> None:
-        """Say that all blocks are there."""
+        """Record that all blocks are finished."""
         self._say({"whole": True})
         self.whole = True
 
     def close(self) -> None:
-        """Close both files, and let others write them."""
+        """Close both files, which releases the lock."""
         if self._body is not None:
             self._body.close()
         self._journal.close()
@@ -206,8 +220,9 @@ class Journal:
         for entry in self.entries:
             if entry.on_error not in (None, on_error):
                 raise CommandError(
-                    f"--on-error was {entry.on_error} and is {on_error}, and record {entry.problems[0][0]} is a "
-                    "problem that was handled so. --restart begins anew"
+                    f"--on-error was {entry.on_error} and is {on_error}, "
+                    f"and record {entry.problems[0][0]} is a problem that was handled so. "
+                    "--restart begins anew"
                 )
 
     def _say(self, line: dict[str, Any]) -> None:
@@ -216,7 +231,7 @@ class Journal:
 
 
 class Stdout:
-    """Stands for a journal where the output is standard output: nothing is kept, and nothing can be gone on with."""
+    """Replacement for a journal if the output is standard output; it cannot be resumed."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
@@ -225,7 +240,7 @@ class Stdout:
         """Write a block.
 
         Raises:
-            BrokenPipeError: nobody reads it any more.
+            BrokenPipeError: the reader is gone.
             CommandError: it cannot be written for another reason.
         """
         with writing(
@@ -236,17 +251,18 @@ class Stdout:
                 sys.stdout.buffer.write(data)
                 sys.stdout.buffer.flush()
             except OSError:
-                os.dup2(
-                    os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-                )  # for what Python writes at its own end
+                # Python flushes standard output when it exits, which must not fail again.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 raise
         self.entries.append(entry)
 
 
 @contextmanager
 def writing(file: Path | str, meaning: str = GOES_ON) -> Generator[None]:
-    """Within it, what the system refuses is a CommandError that says what it means for the run, but for a
-    BrokenPipeError: that somebody has stopped reading is nothing to put right."""
+    """Convert OSErrors of the block to CommandErrors that say what they mean for the run.
+
+    A BrokenPipeError propagates: the user has nothing to correct if a reader has stopped.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -258,17 +274,18 @@ def writing(file: Path | str, meaning: str = GOES_ON) -> Generator[None]:
 
 
 def _write(stream: Any, data: bytes) -> None:
-    """Write all of the bytes to an unbuffered file and to its disk."""
-    left = memoryview(data)
-    while left:
-        left = left[stream.write(left) :]
+    """Write all bytes to an unbuffered file and sync it to disk."""
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[stream.write(remaining) :]
     os.fsync(stream.fileno())
 
 
 def held(file: Path) -> IO[bytes]:
-    """Open a file behind its end, and hold it until it is closed, or its process ends.
+    """Open a file for appending and lock it until it is closed or the process ends.
 
-    Who held it before may have taken it away: a file that is no longer there under its name is left, and opened anew.
+    A previous holder may have removed the file. If it no longer exists under its name, it is opened
+    again.
 
     Raises:
         CommandError: another process holds it, or it cannot be written.
@@ -286,7 +303,7 @@ def held(file: Path) -> IO[bytes]:
 
 
 def _lock(stream: IO[bytes]) -> bool:
-    """Lock a file, where its system can; whether no other process has."""
+    """Lock a file, if its file system can; return whether no other process has locked it."""
     if sys.platform == "win32":
         return True
     import fcntl
@@ -299,14 +316,15 @@ def _lock(stream: IO[bytes]) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         _logger.warning(
-            "%s: its file system has no locks (%s), so that nothing refuses a second run at this output",
+            "%s: its file system has no locks (%s), so that nothing refuses a second run "
+            "at this output",
             stream.name, error.strerror,
         )  # fmt: skip
     return True
 
 
 def _is_at(stream: IO[bytes], file: Path) -> bool:
-    """Whether an open file is there under this name."""
+    """Return whether an open file is the one at this path."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), file.stat())
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""Three stages beside each other: a thread reads ahead, the caller's makes, another one writes behind; all in order.
+"""Three concurrent stages, in order: a thread reads ahead, the caller generates, a thread writes.
 
-An exception of any stage ends the run and comes out in the caller's thread, once what was made before it is written.
+An exception in any stage ends the run and is raised in the caller's thread, after the finished
+items are written.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 DEPTH = 2
-"""Items that wait between two stages at most."""
+"""The most items that wait between two stages."""
 
 
 @dataclass
 class Waits:
-    """Seconds in which nothing was made: there was nothing to read, or too much to be written."""
+    """Seconds in which nothing was generated.
+
+    Attributes:
+        reading: seconds of waiting for input.
+        writing: seconds of waiting for the writer.
+    """
 
     reading: float = 0.0
     writing: float = 0.0
@@ -30,22 +36,22 @@ class Waits:
 def run(
     items: Iterable[T], make: Callable[[T], S], write: Callable[[S], None], waits: Waits
 ) -> None:
-    """Write what is made of each item.
+    """Write what `make` returns for each item.
 
     Args:
-        items: iterated in a thread, `DEPTH` ahead.
+        items: iterated in a thread, up to `DEPTH` items ahead.
         make: called in this thread.
-        write: called in a thread, item after item; after it has failed, no more.
-        waits: is added to.
+        write: called in a thread, item after item; not called again after it has failed.
+        waits: times are added to it.
     """
     ahead, behind = _Ahead(items), _Behind(write)
     begin = time.perf_counter()
     try:
         for item in ahead:
             waits.reading += time.perf_counter() - begin
-            made = make(item)
+            output = make(item)
             begin = time.perf_counter()
-            behind.put(made)
+            behind.put(output)
             waits.writing += time.perf_counter() - begin
             begin = time.perf_counter()
         waits.reading += time.perf_counter() - begin
@@ -57,7 +63,7 @@ def run(
 
 
 class _Ahead(Generic[T]):
-    """Iterates in a thread. The thread is a daemon: a source that never answers must not keep a run from ending."""
+    """Iterator in a daemon thread, so that a source that blocks forever does not block the exit."""
 
     def __init__(self, items: Iterable[T]) -> None:
         self._queue: Queue[tuple[list[T], BaseException | None]] = Queue(DEPTH)
@@ -68,12 +74,12 @@ class _Ahead(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         while True:
-            found, error = self._queue.get()
+            items, error = self._queue.get()
             if error is not None:
                 raise error
-            if not found:
+            if not items:
                 return
-            yield found[0]
+            yield items[0]
 
     def close(self) -> None:
         self._closed.set()
@@ -98,7 +104,7 @@ class _Ahead(Generic[T]):
 
 
 class _Behind(Generic[S]):
-    """Writes in a thread."""
+    """Writer in a thread."""
 
     def __init__(self, write: Callable[[S], None]) -> None:
         self._write = write
@@ -113,7 +119,7 @@ class _Behind(Generic[S]):
         self._queue.put([item])
 
     def close(self) -> None:
-        """Wait until all is written; raise what was raised there."""
+        """Wait until everything is written; raise the thread's exception, if any."""
         self._queue.put([])
         self._thread.join()
         if self._error is not None:
@@ -121,9 +127,8 @@ class _Behind(Generic[S]):
 
     def _drain(self) -> None:
         while item := self._queue.get():
-            if (
-                self._error is None
-            ):  # behind what could not be written nothing is, so that there is no gap
+            # Nothing is written after a failure, so that the output has no gap.
+            if self._error is None:
                 try:
                     self._write(item[0])
                 except BaseException as error:

@@ -1,4 +1,4 @@
-"""What a run shows while it runs: sentences and tokens per second, and the first problems."""
+"""Progress display of a run: sentences and tokens per second, and the first problems."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from fastgen.corpus.run.journal import Entry
 _logger = logging.getLogger("fastgen")
 
 FIRST = 5
-"""Problems that are told while a run goes on."""
+"""Problems to report while a run goes on."""
 
 LISTED = 20
-"""Problems whose numbers are told at the end."""
+"""Problems whose record numbers are listed at the end."""
 
 
 class Meter:
-    """Tells the first problems, and shows a bar on standard error, with the time that is left where the source has a
-    length.
+    """Reporter of the first problems, with a progress bar on stderr.
+
+    The bar shows the remaining time if the source has a length hint.
 
     Args:
+        source: the source.
+        done: records that were finished before this run.
         shown: whether there is a bar.
-        done: records that were there before this run.
     """
 
     def __init__(self, source: Source, done: int, shown: bool) -> None:
@@ -44,7 +46,7 @@ class Meter:
         self._begin, self._tokens, self._told = time.perf_counter(), 0, 0
 
     def show(self, entry: Entry) -> None:
-        """A block is safe."""
+        """Report a block that is on disk."""
         for number, reason in entry.problems[: FIRST - self._told]:
             _logger.warning("record %d has no output: %s", number, reason)
             self._told += 1
@@ -55,12 +57,13 @@ class Meter:
             self._bar.update(entry.records)
 
     def close(self) -> None:
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
 
 
 def tell_all(problems: Sequence[tuple[int, str]], records: int) -> None:
-    """Tell the numbers of all problems, or of as many as a reader may want to read."""
+    """Log the record numbers of the problems, at most `LISTED` of them."""
     if problems:
         numbers = ", ".join(str(number) for number, _ in problems[:LISTED])
         more = f" and {len(problems) - LISTED} more" if len(problems) > LISTED else ""

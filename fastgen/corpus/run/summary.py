@@ -1,4 +1,4 @@
-"""What a run has done: its figures, and what went into them process by process."""
+"""Summary of a run, and the reports of the processes that it is made from."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ Counts = dict[str, dict[str, int]]
 
 @dataclass
 class Report:
-    """What a process says at its end.
+    """Report of a process at its end.
 
     Attributes:
-        loading, seconds: until the model was there, and from then on.
-        reading, writing: seconds of them in which nothing was generated.
-        memory: the most that it has held, in bytes; device_memory: of its GPU.
-        fallbacks, left_off: of `fastgen.status()`, by patch and reason.
-        limit: where the limit of outputs comes from.
+        loading: seconds until the model was loaded.
+        seconds: seconds from then on.
+        reading: seconds of these in which it waited for input.
+        writing: seconds of these in which it waited for the writer.
+        memory: peak memory in bytes.
+        device_memory: peak memory on its GPU in bytes.
+        fallbacks: calls that ran the toolkit's own code, by patch and reason, from
+            `fastgen.status()`.
+        left_off: calls that ran without a feature, likewise.
+        limit: where the length limit of outputs comes from.
     """
 
     loading: float = 0.0
@@ -40,7 +45,7 @@ class Report:
     limit: str = ""
 
     def note_process(self, before: tuple[Counts, Counts]) -> None:
-        """Take memory as it is now, and what was counted since."""
+        """Record peak memory, and the counts since `before`."""
         self.memory = _peak()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
@@ -51,22 +56,29 @@ class Report:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run has done.
+    """Summary of a run.
 
     Attributes:
-        records, tokens: of the whole output. problems: number and reason of each record without an output.
-        blank: records that are blank lines, whose outputs are such too.
-        at_limit: outputs that ended because they may not be longer. limit: where that limit comes from; empty where
-            this run has made none.
-        made: records that this run has made; the others were there.
-        seconds: of this run, `loading` the model counted.
-        records_per_second, tokens_per_second: of what this run has made, from when the model was there.
-        waiting_for_reading, waiting_for_writing: shares of that time in which nothing was generated.
-        peak_memory, peak_device_memory: bytes, of the process that held most.
-        processes: those that came to their end. lost: those that did not, and how they ended.
-        fallbacks, left_off: what ran on the toolkit's own code and what was done without, by patch and reason: in how
-            many calls.
-        versions: of what the output depends on, and Python's.
+        records: records of the whole output.
+        tokens: generated tokens of the whole output.
+        problems: number and reason of each record without an output.
+        blank: records that are blank lines, whose outputs are blank too.
+        at_limit: outputs that reached their length limit.
+        limit: where that limit comes from; empty if this run has generated nothing.
+        made: records that this run has generated; the others were finished before.
+        seconds: duration of this run, including `loading`.
+        loading: seconds until the model was loaded, in the slowest process.
+        records_per_second: rate of this run, from when the model was loaded.
+        tokens_per_second: likewise.
+        waiting_for_reading: share of that time in which it waited for input.
+        waiting_for_writing: share of that time in which it waited for the writer.
+        peak_memory: bytes, of the process that used most.
+        peak_device_memory: bytes, likewise.
+        processes: number of processes that finished.
+        lost: how the other processes ended.
+        fallbacks: calls that ran the toolkit's own code, by patch and reason.
+        left_off: calls that ran without a feature, by patch and reason.
+        versions: versions of the packages that the output depends on, and of Python.
     """
 
     records: int
@@ -91,10 +103,11 @@ class Summary:
     versions: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain data, which JSON can hold."""
+        """Return the summary as JSON-ready data."""
         return asdict(self)
 
     def write(self, file: Path) -> None:
+        """Write the summary as JSON."""
         with writing(file, "The output is complete"):
             file.write_text(json.dumps(self.to_dict(), indent=2) + "\n", "utf-8")
 
@@ -102,7 +115,15 @@ class Summary:
 def summarise(
     entries: Sequence[Entry], done: int, reports: Sequence[Report], lost: list[str], seconds: float
 ) -> Summary:
-    """The summary of an output's blocks, of which the first `done` were there, and processes have made the others."""
+    """Return the summary of a run.
+
+    Args:
+        entries: all blocks of the output.
+        done: number of blocks that were finished before this run.
+        reports: the reports of the processes.
+        lost: how processes without a report ended.
+        seconds: duration of the run.
+    """
     working = max((report.seconds for report in reports), default=0.0)
     all_seconds = sum(report.seconds for report in reports)
     records = sum(entry.records for entry in entries[done:])
@@ -132,7 +153,7 @@ def summarise(
 
 
 def counts() -> tuple[Counts, Counts]:
-    """What `fastgen.status()` counts in this process: fallbacks, and what was left off."""
+    """Return the counts of `fastgen.status()` in this process: fallbacks, and disabled features."""
     rows = fastgen.status().rows
     return {row.name: row.fallbacks for row in rows}, {row.name: row.left_off for row in rows}
 
@@ -155,7 +176,7 @@ def _sum(counts: Any) -> Counts:
 
 
 def _peak() -> int:
-    """The most memory that this process has held, in bytes; 0 where the system does not say."""
+    """Return the peak memory of this process in bytes; 0 if the system does not report it."""
     if sys.platform == "win32":
         return 0
     import resource

@@ -1,4 +1,4 @@
-"""What a process does with the blocks that are its own: reads, generates, writes, notes."""
+"""Worker of a process: reads its blocks, generates, and returns bytes and journal entries."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ if TYPE_CHECKING:
 Sources = Sequence["Source | Problem"]
 Results = Sequence["Output | Problem"]
 Append = Callable[[bytes, Entry], None]
-"""Takes the bytes of a block, and what is noted of them."""
+"""Receives the bytes of a block and its journal entry."""
 
 
 class Worker:
-    """Makes blocks of outputs of blocks of records.
+    """Generator of blocks of outputs from blocks of records.
 
-    A block's bytes depend on its records, the options and its number alone: its stream of batches is its own, and
-    where it samples, so is the state of random numbers.
+    A block's bytes depend only on its records, the options and its number: batches are formed
+    within a block, and sampling starts from a random state of its own.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._tokenizer = (
-            threading.Lock()
-        )  # its settings are set while it reads, and nobody may use it meanwhile
+        # Tokenizing changes the tokenizer's settings, so that only one thread may use it.
+        self._tokenizer = threading.Lock()
 
     def run(self, blocks: Iterable[Block], append: Append) -> Report:
-        """Make all of these blocks, and append them in their order; `blocks` is iterated once the model is there.
+        """Generate all blocks and append them in order.
 
+        Args:
+            blocks: iterated once the model is loaded.
+            append: receives each block.
         Raises:
             CommandError: a record has no output; see `Job.on_error`.
         """
@@ -61,10 +63,13 @@ class Worker:
         return report
 
     def _warm_up(self) -> None:
-        """Generate from a word: a model's first step is made in two ways (`equivalence_check`), and rounds as the
-        slower one does; with that behind it, a block's numbers are the same wherever it stands in a run."""
+        """Generate from one word, so that a block's numbers do not depend on its position in a run.
+
+        A model's first step runs in two ways (`equivalence_check`) and returns the slower one's
+        result, which may round differently.
+        """
         generator = self.generator
-        with suppress(Exception):  # the blocks will say what is wrong
+        with suppress(Exception):  # an error will occur again in the blocks
             word = generator.tokenizer(".", return_tensors="pt")["input_ids"]
             generator.model.generate(word.to(generator.model.device), max_new_tokens=3)
 
@@ -97,9 +102,10 @@ class Worker:
             for record, one in zip(block.records, found, strict=True):
                 if isinstance(one, Problem) and not isinstance(one, Blank):
                     raise CommandError(
-                        f"record {record.number}: {one.reason.rstrip('.')}. The blocks before it are safe, and the "
-                        "same command with --on-error skip goes on behind them; where the input is mended, --restart "
-                        "begins anew"
+                        f"record {record.number}: {one.reason.rstrip('.')}. "
+                        "The blocks before it are safe, and the same command with "
+                        "--on-error skip goes on behind them; where the input is mended, "
+                        "--restart begins anew"
                     )
 
     def _texts(self, block: Block, found: Sequence[Any]) -> tuple[bytes, Entry]:

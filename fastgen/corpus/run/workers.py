@@ -1,7 +1,8 @@
-"""Several processes at one output, on one machine: this one reads blocks, sends them out, and writes what comes back.
+"""Several worker processes on one machine for one output.
 
-A process asks for a block when it has room for one, and sends what it has made in the order in which it asked. It
-touches no file and holds no lock: where it dies, its blocks are sent to others.
+This process reads blocks, sends them to the workers, and writes what they return. A worker requests
+a block when it has room for one, and returns its results in the order of its requests. It touches
+no file and holds no lock; if it dies, its blocks are sent to others.
 """
 
 from __future__ import annotations
@@ -30,28 +31,31 @@ if TYPE_CHECKING:
     from fastgen.corpus.run.job import Job
 
 WINDOW = 16
-"""Blocks for each process, from the first that is not written to the last that is sent out."""
+"""The most blocks in flight for each process, from the first unwritten one to the last one sent."""
 
 
 def run(job: Job, blocks: Iterator[Block], append: Append) -> tuple[list[Report], list[str]]:
-    """Have processes make all of these blocks, and append them in their order.
+    """Generate all blocks in worker processes and append them in order.
 
     Returns:
-        What processes report, and how those have ended that do not.
+        The processes' reports, and how processes without a report ended.
     Raises:
-        CommandError: one of them has failed, and what was read before is appended; or all have died.
+        CommandError: a process has failed, after the blocks before the failure are appended; or all
+            processes have died.
     """
     return _Run(job, blocks, append).run()
 
 
 @dataclass
 class _Process:
-    """A process as its parent knows it.
+    """A worker process as its parent sees it.
 
     Attributes:
+        number: its index.
+        process: the multiprocessing process.
         asks: whether it waits for a block.
-        blocks: what it has been sent and has not sent back, in that order.
-        ended: whether it has reported, or said why it has failed.
+        blocks: blocks that it has received and not returned, in order.
+        ended: whether it has sent its report, or the message of its failure.
     """
 
     number: int
@@ -66,14 +70,12 @@ class _Run:
         self.job, self.blocks, self.append = job, blocks, append
         self.processes: dict[Connection, _Process] = {}
         self.read_all = False
-        self.sent = deque[
-            int
-        ]()  # numbers of blocks that were sent out and are not written, as they rise
-        self.made: dict[int, tuple[bytes, Entry]] = {}  # of these
-        self.again: list[Block] = []  # of these, those of processes that have died
-        self.errors: list[
-            tuple[float, Exception]
-        ] = []  # with the number of the block that is the first to be missing
+        # Numbers of the blocks that were sent and are not written yet, in ascending order.
+        self.sent = deque[int]()
+        self.made: dict[int, tuple[bytes, Entry]] = {}  # results for these
+        self.again: list[Block] = []  # those of these that dead processes have left
+        # Errors, each with the number of the first block that is missing because of it.
+        self.errors: list[tuple[float, Exception]] = []
         self.reports: list[Report] = []
         self.lost: list[str] = []
 
@@ -100,20 +102,20 @@ class _Run:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         for number in range(self.job.processes):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(self.job, number, theirs), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_work, args=(self.job, number, child_end), daemon=True)
             process.start()
-            theirs.close()  # so that the end of the process is the end of what is heard of it
-            self.processes[ours] = _Process(number, process)
+            child_end.close()  # so that `recv` raises EOFError once the process has ended
+            self.processes[parent_end] = _Process(number, process)
 
     def _is_done(self) -> bool:
-        """Whether all is written, or all before the first block that cannot be made."""
+        """Return whether everything is written, up to the first block that cannot be generated."""
         end = min((number for number, _ in self.errors), default=math.inf)
         return self.read_all and (not self.sent or self.sent[0] >= end)
 
     def _hear(self, connection: Connection, one: _Process) -> None:
         try:
-            said = connection.recv()
+            message = connection.recv()
         except (EOFError, OSError):
             del self.processes[connection]
             one.process.join()
@@ -121,16 +123,16 @@ class _Run:
                 self.lost.append(f"process {one.number} ended with {_how(one.process.exitcode)}")
                 self.again = sorted([*self.again, *one.blocks], key=lambda block: block.number)
             return
-        if said is None:
+        if message is None:
             one.asks = True
-        elif isinstance(said, Report):
+        elif isinstance(message, Report):
             one.ended = True
-            self.reports.append(said)
-        elif isinstance(said, str):
+            self.reports.append(message)
+        elif isinstance(message, str):
             one.ended, one.asks = True, False
-            self._fail(one.blocks[0].number if one.blocks else -1, CommandError(said))
+            self._fail(one.blocks[0].number if one.blocks else -1, CommandError(message))
         else:
-            self.made[one.blocks.popleft().number] = said
+            self.made[one.blocks.popleft().number] = message
 
     def _answer(self) -> None:
         for connection, one in self.processes.items():
@@ -138,15 +140,15 @@ class _Run:
                 continue
             block = self._next()
             if block is None and not self._is_done():
-                return  # somebody may die, and leave blocks
+                return  # another process may die and leave blocks
             one.asks = False
             if block is not None:
                 one.blocks.append(block)
-            with suppress(OSError):  # it has died, which will be heard
+            with suppress(OSError):  # it has died, which `_hear` will notice
                 connection.send(block)
 
     def _next(self) -> Block | None:
-        """What is to be made next; None where there is nothing, or nothing yet."""
+        """Return the next block to send; None if there is none, or none yet."""
         if self.again:
             return self.again.pop(0)
         if self.read_all or len(self.sent) >= WINDOW * self.job.processes:
@@ -172,13 +174,16 @@ def _how(exitcode: int) -> str:
 
 
 def _work(job: Job, number: int, connection: Connection) -> None:
-    """The main function of a process: sends None to ask for a block, what it has made of one, and in the end its
-    report, or the message of its failure."""
+    """Run a worker process.
+
+    It sends None to request a block, then the block's result and, at the end, its report or the
+    message of its failure.
+    """
     from transformers.utils import logging
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # its parent ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    logging.disable_progress_bar()  # those of several processes would write over each other
+    logging.disable_progress_bar()  # bars of several processes would overwrite each other
     sending = threading.Lock()
 
     def send(what: Any) -> None:
@@ -190,13 +195,13 @@ def _work(job: Job, number: int, connection: Connection) -> None:
         return connection.recv()
 
     try:
-        said = Worker(_placed(job, number)).run(iter(ask, None), lambda *made: send(made))
+        message = Worker(_placed(job, number)).run(iter(ask, None), lambda *made: send(made))
     except CommandError as error:
-        said = str(error)
+        message = str(error)
     except Exception as error:
         traceback.print_exc()
-        said = f"process {number}: {type(error).__name__}: {first_line(error)}"
-    send(said)
+        message = f"process {number}: {type(error).__name__}: {first_line(error)}"
+    send(message)
 
 
 def _end_with_parent() -> None:
@@ -207,7 +212,7 @@ def _end_with_parent() -> None:
 
 
 def _placed(job: Job, number: int) -> Job:
-    """The job with a device of this process's own, or its share of the CPU's threads."""
+    """Return the job with a device of this process's own, or its share of the CPU's threads."""
     import torch
 
     options = job.options

@@ -1,10 +1,12 @@
-"""Beam search on a device that is never waited for: choices are captured as a graph, and looked at a step later.
+"""Beam search without host synchronisation: token selection runs as a CUDA graph.
 
-All that depends on the length of the text is read from the device: the tables have room for the longest text from the
-start, and a column is written where the device says. So one capture serves all steps in which the edits do the same.
+Everything that depends on the length of the text is read from device memory. The tables have room
+for the longest text from the start, and a length counter on the device selects the column to write.
+One capture therefore serves all steps in which the transforms do the same.
 
-Whether the search is over is known on the device at once, and nothing that has finished changes from then on. The host
-learns of it a step later, when one more step is under way, of which no trace is left: what it drew is put back.
+The device knows at once whether the search is over, and freezes the finished hypotheses. The host
+reads the result one step late, when one more step is already running. That step has no effect: the
+state of the random number generator from before it is restored.
 """
 
 import contextlib
@@ -24,20 +26,28 @@ from fastgen.ops.tables import Table, extend_rows_
 
 @dataclass
 class CapturedBeamSearch(BeamSearch):
-    """One beam search or sampling; arguments as `BeamSearch`, whose edits are all `transforms.capturable`."""
+    """Beam search or beam sampling with captured token selection.
+
+    Takes the arguments of `BeamSearch`. All transforms must be `transforms.capturable`.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choices = CapturedSelection(
             graph.generator(self.prompt.device) if self.sample else None
         )
-        # Of the text: its length, the newest tokens' column behind the prompt, and how many they are with the next.
-        behind, device = self.prompt.shape[1], self.prompt.device
-        self._offsets = torch.tensor([0, -behind, 1 - behind], device=device, dtype=torch.int64)
+        # Numbers that the graph reads: the length of the text, the column of the next token after
+        # the prompt, and the number of new tokens including it.
+        prompt, device = self.prompt.shape[1], self.prompt.device
+        self._offsets = torch.tensor([0, -prompt, 1 - prompt], device=device, dtype=torch.int64)
         self._numbers = torch.empty_like(self._offsets)
         self._over = torch.zeros(1, dtype=torch.bool, device=device)
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
+        """Select the next token of every beam; return False when the search is over.
+
+        With a capture the end is seen one call late. Without one, `BeamSearch.advance` runs.
+        """
         if self.rule.ranks_apart and self.choices.able(logits):
             with contextlib.suppress(graph.NotCaptured):
                 return self._advance(model, logits)
@@ -51,9 +61,9 @@ class CapturedBeamSearch(BeamSearch):
         ancestry = model.ancestry
         slots = None if ancestry is None else ancestry.next_slots()
         choose = functools.partial(self._choose, logits, text, last, slots)
-        seen = None if slots is None else slots.rows
+        ancestry_rows = None if slots is None else slots.rows
         parents, flags = self.choices(
-            choose, logits, self.ids, seen, last, phases(self.transforms, self.length)
+            choose, logits, self.ids, ancestry_rows, last, phases(self.transforms, self.length)
         )
         if ancestry is None:
             model.reorder(parents)
@@ -70,15 +80,22 @@ class CapturedBeamSearch(BeamSearch):
             if not last and self._drop(model, leaving):
                 self.choices.forget()
         if last and self.sample:
-            self.choices.last()  # raises where nothing could be drawn
+            self.choices.last()  # raises if the distribution was invalid
         return not last
 
     def _choose(
         self, logits: Tensor, text: Text, last: bool, slots: Table | None
     ) -> tuple[Tensor, Tensor]:
-        """Write the next token of every beam to the tables; return its parents (B, M) and what is seen, `Choice.flags`.
+        """Select the next tokens and write them to the tables. This function is captured.
 
-        slots: what each beam sees, where that is a table.
+        Args:
+            logits: (R, V).
+            text: tokens of the running beams; their length is also on the device.
+            last: whether all beams end in this step.
+            slots: ancestry table with the next KV slots, or None.
+
+        Returns:
+            Parents (B, M) and `CapturedSelection.seen` of `Choice.flags`.
         """
         column, new_tokens = self._numbers[1:2], self._numbers[2:]
         values, beam, token = self._candidates(logits, text, self.choices.draw)
@@ -90,12 +107,12 @@ class CapturedBeamSearch(BeamSearch):
         return chosen.parents, self.choices.seen(chosen.flags)
 
     def _kept(self, candidates: Candidates, new_tokens: Tensor) -> Chosen:
-        """What becomes of the candidates (B, K); the new state is written where it was."""
+        """Apply the finishing rules to candidates (B, K) and update the state in place."""
         finished, over = self.finished, self._over
         state = State(self.scores, finished.scores, finished.done, self.improvable, over)
-        found = self.rule.in_place(candidates, state, new_tokens)
-        if found is not None:
-            return found
+        fused_choice = self.rule.in_place(candidates, state, new_tokens)
+        if fused_choice is not None:
+            return fused_choice
         chosen = self.by_rules(candidates, new_tokens)
         merged, flags = chosen.merged, chosen.flags
         order = torch.where(

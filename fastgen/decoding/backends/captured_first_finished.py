@@ -1,8 +1,9 @@
-"""`FirstFinished` on a device that is never waited for: choices are captured as a graph, and looked at a step later.
+"""`FirstFinished` without host synchronisation: token selection runs as a CUDA graph.
 
-As in `beam_replay`, all that depends on the length of the text is read from the device. What has finished stays there
-until the search is over: a sentence has M slots, filled in the order of finishing. Once they are full nothing writes
-to them, so that a step that the host has begun before it knew leaves no trace.
+As in `captured_beam_search`, everything that depends on the length of the text is read from device
+memory, and the host reads results one step late. Finished hypotheses stay on the device until the
+search is over. Each sentence has M slots, filled in the order of finishing. Full slots are never
+overwritten, so a step that the host launches before it sees the end has no effect.
 """
 
 import contextlib
@@ -32,10 +33,13 @@ from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
 
 class Finished(NamedTuple):
-    """What the present sentences have finished, in M slots each.
+    """Finished hypotheses of the sentences in the batch, on the device, in M slots per sentence.
 
-    rows: tables (B, M, N) as `FirstFinished._rows`. lengths: (B, M) int64, tokens with the end, 0 where there are none.
-    counts: (B,) int64, slots that are filled; those of hypotheses that the host has noted are empty, and count.
+    Attributes:
+        rows: tables (B, M, N) as `FirstFinished._rows`.
+        lengths: (B, M) int64, number of tokens, end token included; 0 for an empty slot.
+        counts: (B,) int64, number of used slots. Slots of hypotheses that the host has stored
+            count as used but hold no data.
     """
 
     rows: list[Tensor]
@@ -43,6 +47,7 @@ class Finished(NamedTuple):
     counts: Tensor
 
     def of(self, sentences: Tensor) -> "Finished":
+        """Return the slots of the given sentences."""
         return Finished(
             [table[sentences] for table in self.rows],
             self.lengths[sentences],
@@ -51,7 +56,13 @@ class Finished(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What sentences have finished, by their numbers in the whole batch; attention (B * M, S, T) of all slots."""
+    """Hypotheses of sentences that have left the batch.
+
+    Attributes:
+        sentences: index of each in the original batch.
+        finished: their slots.
+        attention: (B * M, S, T), cross-attention weights of all slots, or None.
+    """
 
     sentences: list[int]
     finished: Finished
@@ -60,29 +71,40 @@ class Left(NamedTuple):
 
 @dataclass
 class CapturedFirstFinished(FirstFinished):
-    """One search; arguments as `FirstFinished`. Its `search` is plain and keeps nothing of the beams."""
+    """`FirstFinished` with captured token selection.
+
+    Takes the arguments of `FirstFinished`. Its `search` must be `plain` and keep no state of the
+    beams.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.choices = CapturedSelection()
         self._had_prefix = False
-        self._finished: Finished | None = None  # where the device notes what finishes
+        self._finished: Finished | None = None  # slots on the device, once there are any
         self._left: list[Left] = []
-        self._prefilled = 0  # tokens behind the first that have no slots of their own
-        # The step, and the one before; tokens so far; slots of each beam.
+        self._prefilled = 0  # tokens after the first without KV slots of their own
+        # Numbers that the graph reads: the step, the previous step, the number of tokens, and the
+        # number of KV slots of each beam.
         self._numbers = torch.empty(4, dtype=torch.int64, device=self.device)
         self._offsets = self._numbers.clone()
 
     @property
     def left_off(self) -> tuple[str, ...]:
+        """Disabled features, each with its reason."""
         prefix = not_captured("while there is a prefix") if self._had_prefix else None
         return tuple(reason for reason in (prefix, self.choices.refused) if reason is not None)
 
     def outcome(self) -> Any:
+        """Return the finished hypotheses of each sentence, best first, once the search is over."""
         self._collect()
         return super().outcome()
 
     def advance(self, model: Stepper, made: StepOutput) -> bool:
+        """Select the next token of every beam; return False when the search is over.
+
+        With a capture the end is seen one call late. Without one, `FirstFinished.advance` runs.
+        """
         (_, logits), attention = made
         phase = self.search.phase(self.step)
         self._had_prefix |= phase is None
@@ -97,7 +119,7 @@ class CapturedFirstFinished(FirstFinished):
     ) -> bool:
         last = self.step == self.longest
         slots = model.ancestry.next_slots()
-        seen = (
+        attention_rows = (
             None
             if attention is None
             else self._attended(attention, max(1, model.ancestry.steps_left)).rows
@@ -106,7 +128,15 @@ class CapturedFirstFinished(FirstFinished):
         torch.add(self._offsets, self.step, out=self._numbers)
         choose = functools.partial(self._choose, logits, attention, slots, finished, last)
         over = self.choices(
-            choose, logits, attention, seen, slots.rows, self.tokens, finished.counts, last, phase
+            choose,
+            logits,
+            attention,
+            attention_rows,
+            slots.rows,
+            self.tokens,
+            finished.counts,
+            last,
+            phase,
         )
         model.ancestry.note_extended()
         self.step += 1
@@ -121,7 +151,11 @@ class CapturedFirstFinished(FirstFinished):
         return True
 
     def _begin(self, prefilled: int) -> Finished:
-        """Have the device note what finishes."""
+        """Create the slots on the device and the offsets of `_numbers`.
+
+        Args:
+            prefilled: tokens after the first without KV slots of their own.
+        """
         self._prefilled = prefilled
         self._offsets.copy_(torch.tensor([0, -1, 1, -prefilled], dtype=torch.int64, device="cpu"))
         lengths = torch.zeros(self.present, self.beams, dtype=torch.int64, device=self.device)
@@ -136,9 +170,17 @@ class CapturedFirstFinished(FirstFinished):
     def _choose(
         self, logits: Tensor, attention: Tensor | None, slots: Table, finished: Finished, last: bool
     ) -> Tensor:
-        """Write the next token of every beam to the tables, and what finishes; return which sentences are over, (B,).
+        """Select the next tokens and write them and the new hypotheses. This function is captured.
 
-        slots: what each beam sees. last: whether the texts are as long as they may become.
+        Args:
+            logits: (R, V), or (B, V) in the first step.
+            attention: cross-attention weights, or None.
+            slots: ancestry table with the next KV slots.
+            finished: slots for hypotheses.
+            last: whether the texts have reached `longest`.
+
+        Returns:
+            (B,) bool, which sentences are over.
         """
         step, before, length, filled = (self._numbers[i : i + 1] for i in range(4))
         rows = logits.view(self.present, -1, logits.shape[1])
@@ -146,11 +188,11 @@ class CapturedFirstFinished(FirstFinished):
         scores = self.running_scores(rows.shape[1])
         if self.step:
             scores = self._rows[1].index_select(2, before)[:, :, 0]
-        found = self.search.of_logits(rows, text, scores, self.beams)
+        candidates = self.search.of_logits(rows, text, scores, self.beams)
         if self.attention is not None and attention is not None:
             self.attention.write(attention, step)
-        chosen = self._chosen(found, finished, length, last)
-        finish_rows_(finished.rows, self._tables(found), chosen.order, found.beams, step)
+        chosen = self._chosen(candidates, finished, length, last)
+        finish_rows_(finished.rows, self._tables(candidates), chosen.order, candidates.beams, step)
         tables = self._tables(Candidates(chosen.scores, chosen.tokens, chosen.beams))
         if self._prefilled:
             extend_rows_([slots], chosen.beams, filled)
@@ -162,9 +204,13 @@ class CapturedFirstFinished(FirstFinished):
     def _chosen(
         self, found: Candidates, finished: Finished, length: Tensor, last: bool
     ) -> FirstChosen:
-        """What runs on and what finishes: slots are filled with candidates that end, as long as there are any.
+        """Select the beams that continue and fill free slots with candidates that end.
 
-        length: of what ends in this step.
+        Args:
+            found: candidates of the step.
+            finished: slots for hypotheses; `counts` and `lengths` are updated in place.
+            length: (1,) int64, number of tokens of a hypothesis that ends in this step.
+            last: whether the texts have reached `longest`.
         """
         slots = Slots(self.ignored, finished.counts, finished.lengths)
         if use_triton(
@@ -182,11 +228,11 @@ class CapturedFirstFinished(FirstFinished):
     def by_rules(
         self, found: Candidates, finished: Finished, length: Tensor, last: bool
     ) -> FirstChosen:
-        """The same, in torch."""
+        """Do the same as `_chosen`, in torch."""
         m, device = self.beams, self.device
         ends = self._ends(found)
         ending = ends[:, :m].clone()
-        place = ending.cumsum(1) + finished.counts[:, None]  # 1 is the first slot, and 0 none
+        place = ending.cumsum(1) + finished.counts[:, None]  # 1 is the first slot, 0 is none
         place = place * (ending & (place <= m))
         order = torch.arange(-1, m, device=device, dtype=torch.int64).expand(len(place), -1)
         order = order.scatter(
@@ -214,7 +260,7 @@ class CapturedFirstFinished(FirstFinished):
         return kept
 
     def _leave(self, places: Sequence[int], finished: Finished) -> Left:
-        """What some of the present sentences have finished."""
+        """Return the hypotheses of sentences at these batch indices, with their attention."""
         index, attention = torch.tensor(places, device=self.device, dtype=torch.int64), None
         finished = finished.of(index)
         if self.attention is not None:
@@ -223,7 +269,7 @@ class CapturedFirstFinished(FirstFinished):
         return Left([self.running[place] for place in places], finished, attention)
 
     def _collect(self) -> None:
-        """Note on the host what has finished on the device, once the device has come so far."""
+        """Move all finished hypotheses from the device to the host; blocks until they are there."""
         if self._finished is not None:
             self._left.append(self._leave(range(self.present), self._finished))
             self.over = cast(Any, self._finished.counts >= self.beams).tolist()
@@ -257,7 +303,8 @@ class CapturedFirstFinished(FirstFinished):
             scores = per_power(scores, length_powers(sizes, self.length_penalty, scores))
         scores, token_scores = self._limited(scores, numbers, count), differences(reached)
         for i, (number, size) in enumerate(zip(numbers, sizes, strict=True)):
-            seen = None if attention is None else attention[i, :, :size]
+            weights = None if attention is None else attention[i, :, :size]
             self._note(
-                number, Hypothesis(tokens[i, 1 : size + 1], scores[i], token_scores[i, :size], seen)
+                number,
+                Hypothesis(tokens[i, 1 : size + 1], scores[i], token_scores[i, :size], weights),
             )

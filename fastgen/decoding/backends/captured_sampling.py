@@ -1,8 +1,8 @@
-"""Greedy search and sampling on a device that is never waited for: captured choices, looked at a step later.
+"""Greedy search and sampling without host synchronisation: token selection runs as a CUDA graph.
 
-As in `beam_replay`, the table of tokens has room for the longest text from the start, a column is written where the
-device says, and the host learns a step late that all rows have ended. The column of that step is cut off again, and
-its random numbers are put back.
+As in `captured_beam_search`, the token table has room for the longest text from the start, and a
+length counter on the device selects the column to write. The host sees one step late that all rows
+have ended. It then drops the column of that step and restores the random number generator.
 """
 
 import contextlib
@@ -23,10 +23,12 @@ from fastgen.models.cuda_graphs import graph
 
 @dataclass
 class CapturedSampling(Sampling):
-    """One greedy search or sampling; arguments as `Sampling`, whose edits are all `transforms.capturable`.
+    """Greedy search or sampling with captured token selection.
+
+    Takes the arguments of `Sampling`. All transforms must be `transforms.capturable`.
 
     Args:
-        longest: tokens of a text at most.
+        longest: maximum number of tokens of a text, prompt included.
     """
 
     longest: int = field(kw_only=True)
@@ -40,17 +42,21 @@ class CapturedSampling(Sampling):
             self.ids.copy_(self.pad)
         self.ids[:, : self.length] = prompt
         self.choices = CapturedSelection(graph.generator(prompt.device) if self.sample else None)
-        self._has_room = True  # behind the text
-        self._end = torch.empty(1, dtype=torch.int64, device=prompt.device)  # the text's length
+        self._has_room = True  # whether `ids` has unused columns after the text
+        self._end = torch.empty(1, dtype=torch.int64, device=prompt.device)  # length of the text
 
     @property
     def text(self) -> Text:
+        """Tokens of the rows in the batch."""
         return Text(self.ids[:, : self.length] if self._has_room else self.ids, self.prompt_length)
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
-        if self.length < self.longest and self.choices.able(
-            logits
-        ):  # a criterion of the user's may allow more
+        """Select the next token of every row; return False when all have ended.
+
+        With a capture the end is seen one call late. Without one, `Sampling.advance` runs.
+        """
+        # A user's stopping criterion may allow texts longer than `longest`.
+        if self.length < self.longest and self.choices.able(logits):
             with contextlib.suppress(graph.NotCaptured):
                 return self._advance(model, logits)
         if self._has_room:
@@ -72,20 +78,19 @@ class CapturedSampling(Sampling):
         )
         before = self.choices.look(flags)
         alive = [True] if before is None else self._alive(before[0])
-        if not any(alive):  # nothing ran any more in this step
+        if not any(alive):  # all rows had already ended before this step
             self.choices.take_back()
             self._close()
             return False
         self.length += 1
         if last:
             if self.sample:
-                self.choices.last()  # raises where nothing could be drawn
+                self.choices.last()  # raises if the distribution was invalid
             self._close()
             return False
         if self.may_drop and who_leaves(not_alive(alive), len(alive), self.captured):
-            alive = self._alive(
-                cast(Tensor, self.choices.last())[0]
-            )  # of this step, so that none after it goes unseen
+            # Read the flags of this step now, because the compacted batch cannot use them later.
+            alive = self._alive(cast(Tensor, self.choices.last())[0])
             if not any(alive):
                 self._close()
                 return False
@@ -94,7 +99,11 @@ class CapturedSampling(Sampling):
         return True
 
     def _choose_next(self, logits: Tensor, text: Text, last: bool) -> Tensor:
-        """Write the next token of every row to the table; return what is seen: which rows run on (1, R)."""
+        """Select the next tokens and write them to the table. This function is captured.
+
+        Returns:
+            `CapturedSelection.seen` of the rows that are still running, (1, R) bool.
+        """
         scores = (
             apply_transforms(logits.to(torch.float32, copy=True), text, self.transforms)
             if self.transforms
@@ -107,7 +116,7 @@ class CapturedSampling(Sampling):
         return self.choices.seen(self.running.logical_and_(~self.stop.hits(tokens, last))[None])
 
     def _collect(self) -> None:
-        """Write the present rows to the table of all."""
+        """Write the rows of the batch to `outcome`."""
         if self.rows is None:
             self.outcome = self.ids
         else:

@@ -1,4 +1,4 @@
-"""The choices of a search as a graph: whether they can be, and what the host knows of them, which is a step old."""
+"""Token selection as a CUDA graph, whose results the host reads one step late."""
 
 import functools
 from typing import Any
@@ -10,37 +10,40 @@ from fastgen.decoding.search.multinomial import draw
 from fastgen.models.cuda_graphs import graph
 
 OTHERS = 8
-"""Steps in succession whose logits lie elsewhere: nothing replays them. A capture brings two, a call's start four."""
+"""Consecutive steps with a new logits tensor after which decode steps count as not captured.
+
+A capture causes two such steps, and the start of a call four.
+"""
 
 
 def not_captured(reason: str) -> str:
-    """How a plan says that choices are not captured."""
+    """Return the message of a plan whose token selection is not captured."""
     return f"choices are not captured as CUDA graphs: {reason}"
 
 
 class CapturedSelection:
-    """One function that chooses the next tokens, run at every step of a search.
+    """Captured function that selects the next tokens, run in every step of a search.
 
     Args:
-        generator: what it draws random numbers from, if it does.
+        generator: random number generator of the function, or None if it draws nothing.
 
     Attributes:
-        refused: that choices are not captured and why, found when it was tried.
+        refused: why token selection is not captured, once that is known; otherwise None.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.refused: str | None = None
         self._generator = generator
-        self._state: Tensor | None = None  # of the generator, before the newest run
+        self._state: Tensor | None = None  # generator state before the newest run
         self._undrawable: Tensor | None = None
         self._repeated = graph.CapturedFunction()
         self._logits: Tensor | None = None
-        self._others = 0  # steps in succession whose logits did not lie where they did
-        self._newest: graph.DelayedRead | None = None  # what was seen of the step before
+        self._others = 0  # consecutive steps whose logits tensor was a new one
+        self._newest: graph.DelayedRead | None = None  # flags of the previous step
         self._spare: graph.DelayedRead | None = None
 
     def able(self, logits: Tensor) -> bool:
-        """Whether the choices of a step with these logits are to be made here."""
+        """Return whether a step with these logits may run captured. Call it once per step."""
         self._others = 0 if logits is self._logits else self._others + 1
         self._logits = logits
         if self._others > OTHERS:
@@ -48,13 +51,19 @@ class CapturedSelection:
         return self.refused is None
 
     def refuse(self, reason: str) -> None:
+        """Stop capturing; the first reason is kept."""
         self.refused = self.refused or not_captured(reason)
 
     def __call__(self, choose: functools.partial[Any], logits: Tensor, *inputs: object) -> Any:
-        """Return what `choose` does, as `graph.CapturedFunction`.
+        """Run `choose` through `graph.CapturedFunction` and return its result.
+
+        Args:
+            choose: the function.
+            logits: an input of `choose`; its device is the one to capture on.
+            *inputs: everything else that `choose` depends on.
 
         Raises:
-            NotCaptured: it has not run, and `refused` says why.
+            NotCaptured: `choose` has not run; `refused` holds the reason.
         """
         if self._generator is not None:
             self._state = self._generator.get_state()
@@ -65,24 +74,33 @@ class CapturedSelection:
             raise
 
     def take_back(self) -> None:
-        """The newest run was one too many: what it drew is drawn again by whoever is next."""
+        """Undo the random draws of the newest run, which was one too many."""
         if self._generator is not None and self._state is not None:
             self._generator.set_state(self._state)
 
     def draw(self, weights: Tensor, count: int) -> Tensor:
-        """`torch.multinomial` of softmaxes (N, V), within the function; where it would raise, `seen` says so."""
-        self._undrawable = weights[:, 0].isnan()  # as a whole row is then
+        """Sample from probabilities (N, V) as `torch.multinomial` does, inside the function.
+
+        Where `torch.multinomial` would raise, `seen` reports the error.
+        """
+        self._undrawable = weights[:, 0].isnan()  # an invalid softmax is NaN in the whole row
         return draw(weights, count)
 
     def seen(self, flags: Tensor) -> Tensor:
-        """What the function returns for `look`: flags (F, N), and one more of what has been drawn from."""
+        """Return flags (F, N) for `look`, with one row appended for invalid draws if it samples."""
         return flags if self._undrawable is None else torch.cat([flags, self._undrawable[None]])
 
     def look(self, seen: Tensor) -> Tensor | None:
-        """Have the device tell `seen` of this step; return what was seen of the one before, if anything.
+        """Start to copy the flags of this step to the host and return those of the previous step.
+
+        Args:
+            seen: result of `seen` in this step.
+
+        Returns:
+            (F, N) on the CPU; None if there is no previous step.
 
         Raises:
-            RuntimeError: as `torch.multinomial` would have in the step before.
+            RuntimeError: `torch.multinomial` would have raised it in the previous step.
         """
         newest = graph.DelayedRead(seen) if self._spare is None else self._spare
         newest.send(seen)
@@ -90,13 +108,13 @@ class CapturedSelection:
         return None if before is None else self._told(before)
 
     def last(self) -> Tensor | None:
-        """What was seen last, if it has not been returned; raises as `look`."""
+        """Return flags that `look` has not returned yet, or None; raises as `look` does."""
         before = self._newest
         self.forget()
         return None if before is None else self._told(before)
 
     def forget(self) -> None:
-        """What was seen is of sentences that have left, too."""
+        """Drop pending flags, which no longer match the batch after a compaction."""
         self._newest = self._spare = None
 
     def _told(self, late: graph.DelayedRead) -> Tensor:

@@ -1,4 +1,4 @@
-"""Beam search by `native_multistep`."""
+"""`native_multistep` backend of beam search with the finishing rules of transformers."""
 
 from typing import Any, cast
 
@@ -15,11 +15,11 @@ from fastgen.ops.selection.kbest import MOST_IN_C
 
 
 class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
-    """Beam search with the finishing rules of transformers, many steps per call of C."""
+    """Backend of `BeamSearch` that runs many steps per C call."""
 
     @staticmethod
     def covers(search: Any) -> bool:
-        """Whether C makes the choices of a search, and nobody listens to them."""
+        """Return whether C can select the tokens of a search whose steps no callback observes."""
         return (
             type(search) is BeamSearch
             and not (search.sample or search.exact or search.trace.wanted)
@@ -39,7 +39,7 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
     def _run(self) -> Tensor | bool | None:
         search, steps, model = self.search, self.steps, self.model
         text, rule = search.text, search.rule
-        # A criterion of the caller's may let texts become longer than the tables are, which raises step by step.
+        # A user's stopping criterion may let texts outgrow the tables. Single steps raise then.
         alike = min(steps.alike(text), search.ids.shape[2] - search.length)
         prepared = model.begin_steps(alike) if alike > 0 else None
         if (
@@ -59,14 +59,18 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
         leave = fewest_leaving(b, search.captured) if search.may_drop else 0
         texts, held = steps.texts(text, search.ids, b * m, prepared, leave)
         beams = c.Beams(
-            origins=search.beams.data_ptr(), origins_b=search.beams.stride(0), origins_m=search.beams.stride(1),
+            origins=search.beams.data_ptr(),
+            origins_b=search.beams.stride(0), origins_m=search.beams.stride(1),
             finished_ids=finished.ids.data_ptr(), finished_ids_b=finished.ids.stride(0),
             finished_ids_m=finished.ids.stride(1), finished_origins=finished.beams.data_ptr(),
-            finished_origins_b=finished.beams.stride(0), finished_origins_m=finished.beams.stride(1),
+            finished_origins_b=finished.beams.stride(0),
+            finished_origins_m=finished.beams.stride(1),
             scores=search.scores.data_ptr(), finished_scores=finished.scores.data_ptr(),
-            finished_done=finished.done.data_ptr(), improvable=search.improvable.data_ptr(), flags=flags.data_ptr(),
-            sentences=sentences.data_ptr(), sight=native_multistep.sight(prepared), candidates=rule.candidates,
-            stops_early=rule.early_stopping is True, far=rule.far or 0, never=rule.never, penalty=rule.length_penalty,
+            finished_done=finished.done.data_ptr(), improvable=search.improvable.data_ptr(),
+            flags=flags.data_ptr(), sentences=sentences.data_ptr(),
+            sight=native_multistep.sight(prepared), candidates=rule.candidates,
+            stops_early=rule.early_stopping is True, far=rule.far or 0, never=rule.never,
+            penalty=rule.length_penalty,
         )  # fmt: skip
         outcome = native_multistep.run(
             model, prepared, texts,
@@ -87,7 +91,7 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
 
 
 def _covers(search: BeamSearch, steps: native_multistep.Steps, prepared: Prepared) -> bool:
-    """Whether the tables of a search are what C reads and writes."""
+    """Return whether the tables of a search have the dtypes, shapes and strides that C expects."""
     b, m = search.scores.shape
     own = search.finished
     return (

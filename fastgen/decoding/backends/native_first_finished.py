@@ -1,4 +1,4 @@
-"""The search of `first_finished` by `native_multistep`."""
+"""`native_multistep` backend of beam search with the finishing rules of fairseq."""
 
 from typing import Any, cast
 
@@ -17,11 +17,11 @@ from fastgen.ops.selection.kbest import MOST_IN_C
 
 
 class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
-    """Beam search with the finishing rules of fairseq, many steps per call of C."""
+    """Backend of `FirstFinished` that runs many steps per C call."""
 
     @staticmethod
     def covers(search: Any) -> bool:
-        """Whether C makes the choices of a search."""
+        """Return whether C can select the tokens of a search."""
         return (
             type(search) is FirstFinished
             and search.search.plain
@@ -67,9 +67,10 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
         origins = None if attention is None else torch.empty_like(tokens)
         scores = search.scores.view(b, m, -1)
         job = c.FirstFinished(
-            scores=scores.data_ptr(), scores_b=scores.stride(0), scores_m=scores.stride(1), over=over.data_ptr(),
-            counts=counts.data_ptr(), places=places.data_ptr(), finished_tokens=tokens.data_ptr(),
-            finished_scores=reached.data_ptr(), width=width, sight=native_multistep.sight(prepared),
+            scores=scores.data_ptr(), scores_b=scores.stride(0), scores_m=scores.stride(1),
+            over=over.data_ptr(), counts=counts.data_ptr(), places=places.data_ptr(),
+            finished_tokens=tokens.data_ptr(), finished_scores=reached.data_ptr(), width=width,
+            sight=native_multistep.sight(prepared),
         )  # fmt: skip
         if attention is not None and origins is not None:
             job.origins, job.finished_origins = attention.origins.data_ptr(), origins.data_ptr()
@@ -80,7 +81,9 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
         )
         outcome = native_multistep.run(
             model, prepared, texts,
-            lambda threads: c.search_first_finished(prepared.by, threads, prepared.decoder, texts, job),
+            lambda threads: c.search_first_finished(
+                prepared.by, threads, prepared.decoder, texts, job
+            ),
             lambda: job.sight.open > 0,
         )  # fmt: skip
         del held
@@ -97,7 +100,7 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
 
 
 def _covers(search: FirstFinished, steps: native_multistep.Steps, prepared: Prepared) -> bool:
-    """Whether the tables of a search are what C reads and writes."""
+    """Return whether the tables of a search have the dtypes, shapes and strides that C expects."""
     b, m, attention = search.present, search.beams, search.attention
     return (
         native_multistep.covers_sight(prepared, b, m)
@@ -120,7 +123,10 @@ def _covers(search: FirstFinished, steps: native_multistep.Steps, prepared: Prep
 
 
 def _stop(search: FirstFinished) -> Stop:
-    """When texts end: by their token alone, as the search itself makes the steps in which all do."""
+    """Return a criterion that ends texts by the end token alone.
+
+    The length limit is out of reach of C, because Python runs the step at which all texts end.
+    """
     return Stop(
         eos=torch.tensor([search.end], dtype=torch.int64, device="cpu"), longest=search.longest + 3
     )
@@ -135,14 +141,22 @@ def _tables(rows: int, width: int) -> tuple[Tensor, Tensor]:
 def _note(
     search: FirstFinished, places: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None
 ) -> None:
-    """Note the hypotheses that have finished, those of a step together."""
-    ended: list[int] = cast(Any, places[:, 2]).tolist()
+    """Store the hypotheses that C has finished, one call per step.
+
+    Args:
+        search: the search.
+        places: (N, 3) int64: sentence, beam and step of each, in ascending order of steps.
+        tokens: (N, width) int64, end token included.
+        reached: (N, width) fp32, running scores.
+        origins: (N, width) int64, the beam that a text was in at each step; None without attention.
+    """
+    steps: list[int] = cast(Any, places[:, 2]).tolist()
     first = 0
-    while first < len(ended):
-        behind = first + ended.count(ended[first])  # steps ascend
-        rows, length = slice(first, behind), ended[first] + 1
+    while first < len(steps):
+        end = first + steps.count(steps[first])
+        rows, length = slice(first, end), steps[first] + 1
         came_by = None if origins is None else origins[rows, :length]
         search.note_finished(
             places[rows, 0], tokens[rows, :length], reached[rows, :length], came_by
         )
-        first = behind
+        first = end

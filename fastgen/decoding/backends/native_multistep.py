@@ -1,7 +1,8 @@
-"""Steps of a search that C makes in a row, choices and all: as many as nobody has to look at.
+"""Backend that runs many decode steps of a search in one C call, token selection included.
 
-Between two steps C decides all that is plain: which candidates go on, what has finished, what may not come next. Where
-values are equal, where sentences are to leave, where a buffer is full, Python goes on with the same state.
+Between two steps C selects the candidates that continue, stores finished hypotheses and bans
+tokens. Python takes over with the same state where values are equal, sentences are to leave, or a
+buffer is full.
 """
 
 import ctypes
@@ -20,42 +21,48 @@ from fastgen.ops.native import search as c
 from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
 
 MOST = 64
-"""Steps in a row at most, for which a search is asked what may come next."""
+"""Maximum number of steps per C call for which banned tokens are computed ahead."""
 
 
 class MultistepModel(Protocol):
-    """A stepper whose decode steps C can run."""
+    """Stepper whose decode steps C can run."""
 
     @property
     def supports_multistep(self) -> bool:
-        """Whether C may run them now; asked before each, so that it costs next to nothing where it never can."""
+        """Whether C may run the next steps. Checked before every step, so it must be cheap."""
         ...
 
     def step(self, ids: Tensor) -> Any:
-        """Run the newest token of ids (R, L) by itself."""
+        """Run one decode step for the newest token of ids (R, L)."""
         ...
 
     def begin_steps(self, most: int) -> Prepared | None:
-        """Have at most so many steps ready; None where they have to be made one at a time."""
+        """Prepare at most `most` steps in C; return None if steps have to run one at a time."""
         ...
 
     def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
-        """So many steps have been made, which began then; is_open: whether the slots of the next are open."""
+        """Account for steps that C has run.
+
+        Args:
+            run: number of steps.
+            began: start time of each step, in seconds.
+            is_open: whether the KV slots of the next step are already visible.
+        """
         ...
 
 
 def able(stop: Stop, transforms: Sequence[LogitsTransform]) -> bool:
-    """Whether C knows when texts end, and what may not come next."""
+    """Return whether C supports these stopping criteria and transforms."""
     return not stop.others and stop.longest is not None and all(map(_may_pass, transforms))
 
 
 def _may_pass(edit: LogitsTransform) -> bool:
-    """Whether an edit is one that C makes, or that may do nothing at some lengths."""
+    """Return whether C implements a transform, or the transform may be idle at some lengths."""
     return isinstance(edit, NGramBlock | Ban) or getattr(edit, "active", None) is not None
 
 
 class Steps:
-    """What C needs to know of a search beside its texts, as long as one lasts."""
+    """Stopping criteria and transforms of a search in the form that C reads."""
 
     def __init__(self, stop: Stop, transforms: Sequence[LogitsTransform]) -> None:
         self.stop, self.transforms = stop, transforms
@@ -76,14 +83,18 @@ class Steps:
         self._bans = [e for e in transforms if isinstance(e, Ban)]
 
     def covers(self, sentences: int) -> bool:
-        """Whether C can read the sources of n-grams, of all sentences or of each of so many."""
+        """Return whether C can read the n-gram sources, shared or one for each of `sentences`."""
         sources = (source for source in self._sources if source is not None)
         return all(
             in_memory(each, dtype=torch.int64) and len(each) in (1, sentences) for each in sources
         )
 
     def alike(self, text: Text) -> int:
-        """For how many steps the same may not come next, up to `MOST`; 0 where something else is edited."""
+        """Return for how many steps, up to `MOST`, C can apply the transforms unchanged.
+
+        Returns:
+            0 if a transform that C does not implement is active now.
+        """
         now = self._active(text.length)
         for steps in range(MOST):
             length = text.length + steps
@@ -98,7 +109,18 @@ class Steps:
     def texts(
         self, text: Text, ids: Tensor, rows: int, prepared: Prepared, leave: int
     ) -> tuple[c.Texts, list[Any]]:
-        """What C reads of texts ids (B, M, L), or (R, L), and what has to be held for it."""
+        """Return the structure that describes the texts to C.
+
+        Args:
+            text: tokens of the running rows.
+            ids: token table, (B, M, L) or (R, L) int64.
+            rows: R.
+            prepared: steps that C is about to run.
+            leave: number of finished sentences at which C returns; 0 for never.
+
+        Returns:
+            The structure, and the objects that must stay alive while C uses it.
+        """
         vocabulary, longest = prepared.logits.shape[1], self.stop.longest
         assert longest is not None
         banned = self._banned(text, vocabulary)
@@ -108,16 +130,24 @@ class Steps:
             else empty_mask(rows, vocabulary, ids.device)
         )
         texts = c.Texts(
-            ids=ids.data_ptr(), ids_b=ids.stride(0), ids_m=ids.stride(1) if ids.dim() == 3 else 0, length=text.length,
-            prompt=text.prompt_length, ends_at=longest, ends=self.ends.data_ptr(), end_count=len(self.ends),
+            ids=ids.data_ptr(), ids_b=ids.stride(0), ids_m=ids.stride(1) if ids.dim() == 3 else 0,
+            length=text.length, prompt=text.prompt_length, ends_at=longest,
+            ends=self.ends.data_ptr(), end_count=len(self.ends),
             ngrams=ctypes.addressof(self._ngrams), ngram_count=len(self._sources),
-            banned=None if banned is None else banned.data_ptr(), sets=None if sets is None else sets.data_ptr(),
+            banned=None if banned is None else banned.data_ptr(),
+            sets=None if sets is None else sets.data_ptr(),
             leave=leave, steps=prepared.steps,
         )  # fmt: skip
         return texts, [banned, sets, ids]
 
     def note(self, length: int, made: int) -> None:
-        """Ask whether texts end at the lengths that they have come to: a limit may warn, before the last one too."""
+        """Call the length limits for the newest lengths, because a limit may warn.
+
+        Args:
+            length: length of the texts before the C call.
+            made: number of tokens that C has selected for each text. The last two lengths are
+                checked, because a limit may also warn at the second-to-last one.
+        """
         for reached in range(max(length, length + made - 2) + 1, length + made + 1):
             self.stop.ends_all(reached)
 
@@ -125,25 +155,25 @@ class Steps:
         return tuple(ban.active(length) for ban in self._bans)
 
     def _banned(self, text: Text, vocabulary: int) -> Tensor | None:
-        """The set of tokens that may not come next in any text; None for none."""
+        """Return the mask of tokens that are banned in all texts, or None if there are none."""
         key = self._active(text.length), vocabulary
         if not any(key[0]):
             return None
         if key not in self._sets:
-            made = empty_mask(1, vocabulary, torch.device("cpu"))
+            mask = empty_mask(1, vocabulary, torch.device("cpu"))
             for ban, active in zip(self._bans, key[0], strict=True):
                 if active:
-                    add_tokens_(made, ban.tokens[None], vocabulary)
-            self._sets[key] = made
+                    add_tokens_(mask, ban.tokens[None], vocabulary)
+            self._sets[key] = mask
         return self._sets[key]
 
 
 def _ngrams(block: NGramBlock, source: Tensor | None) -> c.NGrams:
-    found = c.NGrams(block.n, block.least)
+    ngrams = c.NGrams(block.n, block.least)
     if source is not None:
-        found.source, found.source_length = source.data_ptr(), source.shape[1]
-        found.source_b = source.stride(0) if len(source) > 1 else 0
-    return found
+        ngrams.source, ngrams.source_length = source.data_ptr(), source.shape[1]
+        ngrams.source_b = source.stride(0) if len(source) > 1 else 0
+    return ngrams
 
 
 def _at(text: Text, length: int) -> Text:
@@ -151,7 +181,7 @@ def _at(text: Text, length: int) -> Text:
 
 
 def covers_sight(prepared: Prepared, sentences: int, beams: int) -> bool:
-    """Whether each beam has a row of its own in what is seen, which C writes to."""
+    """Return whether C can write the attention mask, which needs one row per beam."""
     mask, own = prepared.mask, prepared.own
     return (
         mask is not None
@@ -164,20 +194,29 @@ def covers_sight(prepared: Prepared, sentences: int, beams: int) -> bool:
 
 
 def sight(prepared: Prepared) -> c.Sight:
-    """What beams see of the text, of a decoder with a mask, whose next slots are open."""
+    """Return the structure that describes the attention mask to C.
+
+    The KV slots of the next step are already visible.
+
+    Args:
+        prepared: steps of a decoder that has a mask.
+    """
     mask = prepared.mask
     assert mask is not None
     return c.Sight(
-        mask=mask.data_ptr(), own=prepared.own.data_ptr(), mask_b=mask.stride(0), mask_m=mask.stride(1),
-        prefix=prepared.prefix, filled=prepared.filled, room=mask.shape[2] - prepared.prefix, open=mask.shape[1],
+        mask=mask.data_ptr(), own=prepared.own.data_ptr(),
+        mask_b=mask.stride(0), mask_m=mask.stride(1),
+        prefix=prepared.prefix, filled=prepared.filled,
+        room=mask.shape[2] - prepared.prefix, open=mask.shape[1],
     )  # fmt: skip
 
 
 class Outcome(NamedTuple):
-    """What steps in C have come to.
+    """Result of a C call that ran decode steps.
 
     Attributes:
-        status: why there are no more, as `ops.native.search` has it. made: tokens chosen in each text.
+        status: why C returned, a status of `ops.native.search`.
+        made: number of tokens selected for each text.
     """
 
     status: int
@@ -185,7 +224,7 @@ class Outcome(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether the next step has to be made by itself: a token is no row of the embedding, which torch says."""
+        """Whether the next step runs in torch, which raises: a token id has no embedding row."""
         return self.status == c.NO_ROW and self.made == 0
 
 
@@ -196,13 +235,17 @@ def run(
     search: Callable[[int], int],
     is_open: Callable[[], bool],
 ) -> Outcome:
-    """Make steps, and tell the model of them.
+    """Run steps in C and report them to the model.
 
     Args:
-        search: makes them with so many threads, and says why there are no more.
-        is_open: of `MultistepModel.end_steps`, then.
+        model: runs the decode steps.
+        prepared: the steps.
+        texts: the texts of the search; C counts its steps there.
+        search: runs the steps with a given number of threads and returns why it stopped.
+        is_open: returns the argument of that name for `MultistepModel.end_steps`.
+
     Raises:
-        OutOfMemoryError: there was no memory.
+        OutOfMemoryError: C could not allocate memory.
     """
     status = search(torch.get_num_threads())
     if status == c.NO_MEMORY:
@@ -218,10 +261,10 @@ _Search = TypeVar("_Search")
 
 
 class NativeMultistep(ABC, Generic[_Search]):
-    """The decode backend that runs many steps of a search in C per call, token selection included.
+    """Decode backend that runs many steps of a search per C call, token selection included.
 
-    It hands back to Python where a step has to be observed: where values are equal, sentences leave, a buffer is full
-    or a logits transform wakes up.
+    C returns to Python where a step has to be observed: where values are equal, sentences leave, a
+    buffer is full or a logits transform becomes active.
     """
 
     def __init__(self, search: _Search, model: MultistepModel) -> None:
@@ -229,13 +272,13 @@ class NativeMultistep(ABC, Generic[_Search]):
 
     @classmethod
     def supports(cls, search: Any, model: Any) -> bool:
-        """Whether C covers this search, and may cover the steps of this model."""
+        """Return whether C covers this search and may run the steps of this model."""
         return hasattr(model, "begin_steps") and cls.covers(search)
 
     @staticmethod
     @abstractmethod
     def covers(search: Any) -> bool:
-        """Whether C selects the tokens of a search, and nobody observes its steps."""
+        """Return whether C can select the tokens of a search whose steps no callback observes."""
 
     @staticmethod
     @abstractmethod
@@ -243,17 +286,19 @@ class NativeMultistep(ABC, Generic[_Search]):
 
     @abstractmethod
     def _run(self) -> Any:
-        """Run steps as long as nobody has to observe one; return whether the search goes on.
+        """Run steps in C until one has to be observed.
 
-        Where Python has to select the next tokens: what the last step returned. Where the next step has to run by
-        itself: None.
+        Returns:
+            Whether the search goes on; the result of the last step if Python has to select the next
+            tokens; or None if the next step has to run by itself.
         """
 
     def advance(self) -> bool:
-        found = self._run() if self.model.supports_multistep else None
-        if isinstance(found, bool):
-            return found
+        """Run steps in C, or one step in Python; return whether the search goes on."""
+        result = self._run() if self.model.supports_multistep else None
+        if isinstance(result, bool):
+            return result
         search: Any = self.search
         return search.advance(
-            self.model, self.model.step(search.text.ids) if found is None else found
+            self.model, self.model.step(search.text.ids) if result is None else result
         )

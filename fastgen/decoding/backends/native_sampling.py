@@ -1,4 +1,4 @@
-"""Greedy search by `native_multistep`."""
+"""`native_multistep` backend of greedy search."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from fastgen.ops.native import search as c
 
 
 class NativeSampling(native_multistep.NativeMultistep[Sampling]):
-    """Greedy search, many steps per call of C."""
+    """Backend of greedy `Sampling` that runs many steps per C call."""
 
     @staticmethod
     def covers(search: Any) -> bool:
-        """Whether C makes the choices of a search, and nobody listens to them."""
+        """Return whether C can select the tokens of a search whose steps no callback observes."""
         return (
             type(search) is Sampling
             and not (search.sample or search.trace.wanted or search.trace.chosen is not None)
@@ -38,9 +38,8 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         text, (rows, length) = search.text, search.ids.shape
         alike = steps.alike(text)
         prepared = model.begin_steps(alike) if alike else None
-        if (
-            prepared is None or len(prepared.own) > 1 or not steps.covers(rows)
-        ):  # C runs one row per sentence
+        # C runs one row per sentence.
+        if prepared is None or len(prepared.own) > 1 or not steps.covers(rows):
             return None
         if not (
             in_memory(search.ids, dtype=torch.int64) and in_memory(search.running, dtype=torch.bool)
@@ -55,7 +54,8 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         outcome = native_multistep.run(
             model, prepared, texts,
             lambda threads: c.search_greedily(
-                prepared.by, threads, prepared.decoder, texts, running.data_ptr(), room.data_ptr(), pad
+                prepared.by, threads, prepared.decoder, texts, running.data_ptr(), room.data_ptr(),
+                pad,
             ),
             lambda: False,
         )  # fmt: skip

@@ -1,38 +1,48 @@
-"""When finished sentences leave a batch, those that nobody waits for too, and which rows then take their places."""
+"""Batch compaction: when finished or cancelled sentences leave a batch, and which rows move."""
 
 from collections.abc import Callable, Sequence
 
 Wanted = Callable[[int], bool]
-"""Whether somebody waits for a sentence of a batch, by its number; once nobody does, nobody will."""
+"""Cancellation callback: takes the index of a sentence, returns False once it is cancelled.
+
+A cancelled sentence stays cancelled.
+"""
 
 
 def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
-    """Say who stays of `count` rows: the last ones take the places of those that leave, so that few move."""
-    gone, left = set(leaving), count - len(leaving)
-    last = iter(row for row in range(left, count) if row not in gone)
-    return [next(last) if place in gone else place for place in range(left)]
+    """Return the row for each place after some of `count` rows leave.
+
+    The last rows take the places of those that leave, so that few rows move.
+    """
+    dropped, remaining = set(leaving), count - len(leaving)
+    last = iter(row for row in range(remaining, count) if row not in dropped)
+    return [next(last) if place in dropped else place for place in range(remaining)]
 
 
 def who_leaves(finished: Sequence[int], count: int, captured: bool = False) -> Sequence[int]:
-    """Say which of `count` sentences leave now, of those that have finished; none where they are too few.
+    """Return the finished sentences that leave the batch now; none if they are too few.
 
-    captured: whether decode steps are captured too, as they are anew for each number of rows. So there are few such
-        numbers: half of the rows, a quarter and so on, and as many of the finished as that takes stay.
+    Args:
+        finished: Indices of the finished sentences.
+        count: Number of sentences in the batch.
+        captured: Whether decode steps are captured as CUDA graphs. Every number of rows needs a new
+            capture, so the batch only shrinks to a half, a quarter and so on; the finished
+            sentences beyond that stay.
     """
     if len(finished) < fewest_leaving(count, captured):
         return ()
     if not captured:
         return finished
-    left = count
-    while left > 1 and -(-left // 2) >= count - len(finished):
-        left = -(-left // 2)
-    return finished[: count - left]
+    remaining = count
+    while remaining > 1 and -(-remaining // 2) >= count - len(finished):
+        remaining = -(-remaining // 2)
+    return finished[: count - remaining]
 
 
 def fewest_leaving(count: int, captured: bool = False) -> int:
-    """How many of `count` sentences leave together at least.
+    """Return the minimum number of `count` sentences that leave the batch together.
 
-    Steps are captured in the time of two that are launched kernel by kernel, some ten replayed ones: so only for half
-    of the rows, and half of those.
+    A capture costs as much as two uncaptured decode steps or some ten replayed ones. With captured
+    steps at least half of the sentences leave at a time, otherwise at least an eighth.
     """
     return max(1, -(-count // (2 if captured else 8)))

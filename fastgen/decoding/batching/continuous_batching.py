@@ -1,9 +1,10 @@
-"""Sentences that started together: a loop that decodes them alone, or one step at a time beside others.
+"""Continuous batching of cohorts, which are groups of sentences that started together.
 
-Cohorts that run side by side share the products of their steps and nothing else. Each keeps its own search, keys,
-values, masks and positions, so that nothing moves when one joins, and no source is padded to that of another.
+Cohorts that run at the same time share the matrix products of their decode steps and nothing else.
+Each keeps its own search, KV cache, masks and positions. A cohort therefore joins without moving
+any data, and sources are not padded to a common length.
 
-Sources: Hoang et al. 2018 (Amun), section 2.1 (rows that are freed are taken by waiting sentences); Yu et al. 2022
+Sources: Hoang et al. 2018 (Amun), section 2.1 (waiting sentences take freed rows); Yu et al. 2022
 (Orca), section 3.2 (selective batching).
 """
 
@@ -20,55 +21,64 @@ from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.joint_step import joint_step
 
 COHORTS = 3
-"""Cohorts that run side by side at most."""
+"""Maximum number of cohorts that run at the same time."""
 
 FREED = 0.75
-"""The share of all tokens that must have been freed before others start."""
+"""Share of all tokens that must be free before another cohort starts."""
 
 OCCUPIED = 0.5
-"""The share of places taken, over the steps of cohorts that are done, below which others start."""
+"""Occupancy of finished cohorts, averaged over their steps, below which other cohorts start."""
 
-_Made = TypeVar(
-    "_Made"
-)  # what a step says of the next tokens: logits, or what a search makes of them
+# The output of a decode step: logits, or a prediction from which the search computes them.
+_Made = TypeVar("_Made")
 _Made_co = TypeVar("_Made_co", covariant=True)
 
 
 class JoinableStepper(Stepper[_Made_co], Protocol[_Made_co]):
-    """A stepper whose steps can be made together with those of others: of one model or several."""
+    """A stepper of one or more models whose decode steps can be batched with those of others."""
 
     @property
-    def decoders(self) -> Sequence[DecoderStep]: ...
+    def decoders(self) -> Sequence[DecoderStep]:
+        """The fused decode step of each model."""
+        ...
+
     @property
     def longest(self) -> int:
-        """Tokens of a text at most, for which `decoders` were made."""
+        """Maximum length of a text for which `decoders` were built, in tokens."""
         ...
 
     def is_replayed(self, rows: int) -> bool:
-        """Whether the next step, of so many rows, may be captured, or has been."""
+        """Return whether the next step, of this number of rows, runs as a captured step."""
         ...
 
     def begin_step(self, ids: Tensor) -> Sequence[Context]:
-        """Open a step of the newest token of ids (R, L), which is made together with those of others."""
+        """Prepare a batched step on the newest token of each row of ids, (R, L) int64.
+
+        Returns:
+            The inputs of the step, one per decoder.
+        """
         ...
 
     def open_step(self, ids: Tensor) -> Sequence[Opened]:
-        """The same, for a step that is captured."""
+        """Prepare a batched step that is captured; as `begin_step`."""
         ...
 
     def end_step(self, results: Sequence[Result]) -> _Made_co:
-        """Return what `step` does of what each of the decoders has made."""
+        """Return the output of `step`, given the result of each decoder."""
         ...
 
 
 @dataclass(eq=False)
 class Cohort(Generic[_Made]):
-    """A search that has begun, and the model that makes its steps.
+    """A running search and the model that runs its decode steps.
 
     Attributes:
-        sentences: that it began with.
-        width: tokens that each takes in a batch, padding counted.
-        steps: that were made beside others, or could have been. decoded: sentences in them, all steps together.
+        search: The search.
+        model: The stepper of the search.
+        sentences: Number of sentences at the start.
+        width: Tokens that each sentence takes in a batch, padding included.
+        steps: Decode steps so far.
+        decoded: Sum over those steps of the sentences in the batch.
     """
 
     search: Search[_Made]
@@ -82,19 +92,22 @@ class Cohort(Generic[_Made]):
         self._backend = backend_of(self.search, self.model)
 
     def go_on_alone(self) -> bool:
-        """Make a step, or as many in a row as nobody has to look at; return whether the search goes on."""
+        """Run one or more decode steps without other cohorts; return whether the search continues.
+
+        Several steps run in a native backend until a callback has to observe one.
+        """
         present, length = self.search.present, self.search.text.length
         going = self._backend.advance()
         self.note_steps(max(1, self.search.text.length - length), present)
         return going
 
     def note_steps(self, steps: int, present: int) -> None:
-        """So many have been made, of so many sentences."""
+        """Count decode steps of `present` sentences."""
         self.steps, self.decoded = self.steps + steps, self.decoded + steps * present
 
     @property
     def tokens(self) -> int:
-        """Of the sentences that are still there."""
+        """Tokens that the remaining sentences take in a batch."""
         return self.search.present * self.width
 
 
@@ -102,7 +115,14 @@ _Cohort = TypeVar("_Cohort", bound=Cohort[Any])
 
 
 def step(cohorts: Sequence[Cohort[_Made]], replay: JointReplay) -> list[_Made]:
-    """Make one step of several; return what it says of the next tokens of each."""
+    """Run one decode step of all cohorts together.
+
+    Args:
+        cohorts: The running cohorts.
+        replay: Runs the step as a captured one where that is possible.
+    Returns:
+        The output of the step for each cohort.
+    """
     texts = [cohort.search.text.ids for cohort in cohorts]
     models = [cohort.model for cohort in cohorts]
     decoders, pairs = (
@@ -114,22 +134,31 @@ def step(cohorts: Sequence[Cohort[_Made]], replay: JointReplay) -> list[_Made]:
     else:
         newest = [ids[:, -1] for ids in texts]
         contexts = zip(*(model.begin_step(ids) for model, ids in pairs), strict=True)
-        made = [
-            joint_step(decoder, newest, parts)
-            for decoder, parts in zip(decoders, contexts, strict=True)
+        outputs = [
+            joint_step(decoder, newest, decoder_contexts)
+            for decoder, decoder_contexts in zip(decoders, contexts, strict=True)
         ]
-        results = zip(*made, strict=True)
-    return [model.end_step(of_model) for model, of_model in zip(models, results, strict=True)]
+        results = zip(*outputs, strict=True)
+    return [
+        model.end_step(model_results) for model, model_results in zip(models, results, strict=True)
+    ]
 
 
 def advance(running: list[_Cohort], replay: JointReplay) -> list[_Cohort]:
-    """Make a step of all that run, or go on with the only one; take out those whose search is over, and return them."""
+    """Run one decode step of all cohorts, or one or more if there is only one.
+
+    Args:
+        running: The running cohorts. Those whose search ends are removed from it.
+        replay: Runs the step as a captured one where that is possible.
+    Returns:
+        The cohorts whose search has ended.
+    """
     if len(running) == 1:
         return [] if running[0].go_on_alone() else [running.pop()]
     over: list[_Cohort] = []
-    for cohort, made in zip(list(running), step(running, replay), strict=True):
+    for cohort, output in zip(list(running), step(running, replay), strict=True):
         cohort.note_steps(1, cohort.search.present)
-        if not cohort.search.advance(cohort.model, made):
+        if not cohort.search.advance(cohort.model, output):
             running.remove(cohort)
             over.append(cohort)
     if over:
@@ -138,36 +167,44 @@ def advance(running: list[_Cohort], replay: JointReplay) -> list[_Cohort]:
 
 
 def left_empty(reason: object) -> str:
-    """How a plan says that no others start beside a cohort."""
+    """Return the note of a plan that no other sentences take freed rows."""
     return f"rows that are freed stay empty: {reason}"
 
 
 def reason_not_to_refill(devices: Iterable[str]) -> str | None:
-    """Why no cohort of models on devices of these types starts beside others."""
-    wanted, others = config.settings().refill, sorted(set(devices) - {"cpu"})
-    if wanted == "off":
+    """Return why cohorts on devices of these types do not run together; None if they do."""
+    setting, others = config.settings().refill, sorted(set(devices) - {"cpu"})
+    if setting == "off":
         return "FASTGEN_REFILL=off"
-    return f"on {others[0]} it has not been measured" if others and wanted == "auto" else None
+    return f"on {others[0]} it has not been measured" if others and setting == "auto" else None
 
 
 @dataclass
 class Occupancy:
-    """How many of their places the sentences of cohorts that are done have taken: whether it pays to start others.
+    """Occupancy of finished cohorts, which tells whether starting others pays.
 
     Attributes:
-        decoded: sentences in the steps of those cohorts. places: for sentences in them.
+        decoded: Sum over the steps of those cohorts of the sentences in the batch.
+        places: The same sum if no sentence had left.
     """
 
     decoded: int = 0
     places: int = 0
 
     def note(self, cohort: Cohort[Any]) -> None:
-        """A cohort is done."""
+        """Add a finished cohort."""
         self.decoded += cohort.decoded
         self.places += cohort.steps * cohort.sentences
 
     def room(self, running: Sequence[Cohort[Any]], tokens: int) -> int:
-        """Tokens of a cohort that may start beside those that run, of `tokens` in all; 0 for none."""
+        """Return the tokens that another cohort may take now.
+
+        Args:
+            running: The running cohorts.
+            tokens: Tokens that all cohorts together may take.
+        Returns:
+            The number of tokens; 0 if no cohort may start.
+        """
         if not running:
             return tokens
         if len(running) == COHORTS or self.decoded >= OCCUPIED * self.places:

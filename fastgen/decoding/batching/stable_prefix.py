@@ -1,4 +1,4 @@
-"""The beginning of a text that a beam search will not change any more, told while the search runs."""
+"""Streaming of beam search: report the prefix of each text that can no longer change."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,41 +11,48 @@ from fastgen.decoding.search.beam_search import BeamSearch
 from fastgen.models.cuda_graphs import graph
 
 OnTokens = Callable[[int, int, Sequence[int]], object]
-"""Called with tokens of a sentence of a batch that are certain: its number, how many stand before, and the tokens."""
+"""Called with final tokens: index of the sentence, number of tokens before them, and the tokens."""
 
 
 def certain(search: BeamSearch, begin: int) -> Tensor:
-    """Return the tokens (B, N) int64 of the best texts from place `begin` on, -1 from where they are open.
+    """Return the final tokens of the best text of each sentence from index `begin` on.
 
-    All that is still to come descends from a running beam, and of what has finished nothing but the best is returned:
-    what these begin with alike, the result begins with. Of a sentence that is settled the best text is the result.
+    The result is either the best finished hypothesis or a descendant of a running beam, so their
+    common prefix is final. If no running beam can improve on the finished hypotheses of a sentence,
+    all of its best hypothesis is final.
 
     Args:
-        search: of which one hypothesis of each sentence will be returned, behind a step that was not its last.
-        begin: at least the prompt's length, and a place up to which all is certain.
+        search: A search that returns one hypothesis per sentence, after a step that was not its
+            last.
+        begin: Index of a token up to which the text is known to be final, at least the length of
+            the prompt.
+    Returns:
+        (B, N) int64, -1 from the first token on that may still change.
     """
     finished, generated = search.finished, begin - search.prompt.shape[1]
     running = search.ids[:, :, begin : search.length]
-    within = finished.beams[:, :, generated : generated + running.shape[2]] >= 0
-    ended = finished.ids[:, :, begin : search.length].where(within, -1)
-    # Of equal scores either may come to stand first.
+    is_token = finished.beams[:, :, generated : generated + running.shape[2]] >= 0
+    hypotheses = finished.ids[:, :, begin : search.length].where(is_token, -1)
+    # Hypotheses with equal scores may end up in either order.
     best = finished.done & (finished.scores == finished.scores[:, :1])
-    rows = torch.cat([running, ended.where(best[:, :, None], running[:, :1])], 1)
+    rows = torch.cat([running, hypotheses.where(best[:, :, None], running[:, :1])], 1)
     closed = (
         torch.ones_like(search.improvable)
         if search.rule.early_stopping is True
         else ~search.improvable
     )
     settled = finished.done.all(1) & closed
-    rows = ended[:, :1].where(settled[:, None, None], rows)
-    alike = (rows == rows[:, :1]).all(1).cumprod(1).bool()
-    return rows[:, 0].where(alike, -1)
+    rows = hypotheses[:, :1].where(settled[:, None, None], rows)
+    agrees = (rows == rows[:, :1]).all(1).cumprod(1).bool()
+    return rows[:, 0].where(agrees, -1)
 
 
 class _Asked(NamedTuple):
-    """What was certain behind a step, on its way from the device.
+    """Final tokens of a step, on their way from the device.
 
-    found: (B, 1 + N) int64: the number of a sentence, and its tokens from place `begin` on.
+    Attributes:
+        begin: Index of the first of the tokens.
+        found: (B, 1 + N) int64, the index of each sentence, then its tokens.
     """
 
     begin: int
@@ -54,14 +61,16 @@ class _Asked(NamedTuple):
 
 @dataclass
 class Certain:
-    """Tells the tokens of texts as soon as they are certain: `BeamSearch.on_step`.
+    """A `BeamSearch.on_step` callback that reports tokens as soon as they are final.
 
-    No device is waited for: what is not there yet behind its step is told behind the next, for which the search waits.
+    It does not wait for the device. Tokens that have not arrived by the end of their step are
+    reported after the next one, for which the search waits anyway.
 
     Args:
-        tell: called with a sentence's number, the place in its text, and tokens (N,) int64 on the CPU, N > 0; each
-            token once, in the order of the text.
-        sentences: how many there are. prompt: tokens that are known of each.
+        tell: Called with the index of a sentence, an index into its text, and N > 0 tokens, (N,)
+            int64 on the CPU. It gets each token once, in the order of the text.
+        sentences: Number of sentences.
+        prompt: Length of the prompt, whose tokens are not reported.
     """
 
     tell: Callable[[int, int, Tensor], object]
@@ -71,22 +80,22 @@ class Certain:
 
     def __post_init__(self) -> None:
         self._told = [self.prompt] * self.sentences
-        self._present = list(range(self.sentences))  # as far as it is known
+        self._present = list(range(self.sentences))  # As of the last read.
 
     def __call__(self, search: BeamSearch) -> None:
         begin = min(self._told[number] for number in self._present)
-        found = torch.cat([search.sentences[:, None], certain(search, begin)], 1)
-        asked = _Asked(begin, graph.DelayedRead(found))
-        asked.found.send(found)
+        table = torch.cat([search.sentences[:, None], certain(search, begin)], 1)
+        pending = _Asked(begin, graph.DelayedRead(table))
+        pending.found.send(table)
         if self._asked is not None:
             self._read(self._asked)
-        self._asked = asked
-        if asked.found.ready:
-            self._read(asked)
+        self._asked = pending
+        if pending.found.ready:
+            self._read(pending)
             self._asked = None
 
     def end(self, number: int, text: Tensor) -> None:
-        """The search is over: all of a sentence's text (L,) is certain."""
+        """Report the rest of a sentence's text (L,) once its search has ended."""
         self._tell(number, text[self._told[number] :].cpu())
 
     def _read(self, asked: _Asked) -> None:

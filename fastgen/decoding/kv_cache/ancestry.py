@@ -1,4 +1,6 @@
-"""Which KV slots each beam sees: when beams are reordered this table changes, and no keys or values move.
+"""The ancestry of beams: a table of the KV slots that each beam attends to.
+
+Reordering beams updates this table; keys and values stay in place.
 
 Source: FasterTransformer (indirection instead of reordering the cache).
 """
@@ -12,42 +14,53 @@ from fastgen.ops.tables import Table, extend_rows_
 
 
 class Ancestry:
-    """Which slots of the generated tokens each beam sees, shared by all layers.
+    """The slots of generated tokens that each beam sees, shared by all layers.
 
-    `visible` is additive, (B, M, T*M) in float32: 0 at the slots of a beam's own ancestors, -inf elsewhere. Beams soon
-    have all but their last tokens in common, so that most slots are no beam's any more: where they have been swept
-    there are fewer. `own`: the same (M, M) of the slots of one token.
+    Beams soon have all but their last tokens in common, so no beam sees most of the slots any more.
+    `compact` frees those slots, after which there are fewer than T*M of them.
+
+    Args:
+        sentences: Batch size B.
+        beams: Beams per sentence M.
+        longest: Maximum number of generated tokens T.
+        device: Device of the tables.
+
+    Attributes:
+        steps: Generated tokens per beam.
+        filled: Slots in use, of all beams of a sentence together.
+        times: (B, F) int64, the decode step that filled each slot; None before the first
+            compaction, while slot t * M + m belongs to step t.
+        own: (M, M) fp32 additive mask of the slots of one token: each beam sees its own.
     """
 
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
         self.beams, self.longest = beams, longest
-        self.steps = self.filled = 0  # tokens of a beam; slots of all
-        self.times: Tensor | None = (
-            None  # (B, F) int64, behind a sweep: the step that each slot is of
-        )
-        self._open = False  # whether the slots of the next token are open already
+        self.steps = self.filled = 0
+        self.times: Tensor | None = None
+        self._open = False  # Whether the table already has the slots of the next token.
         self.own = torch.full(
             (beams, beams), -torch.inf, dtype=torch.float32, device=device
         ).fill_diagonal_(0.0)
         self._visible = torch.empty(sentences, beams, 0, dtype=torch.float32, device=device)
-        self._whole: Tensor | None = None  # what `_visible` is the end of
+        self._whole: Tensor | None = None  # (B, M, prefix + F), of which `_visible` is a view.
 
     @property
     def visible(self) -> Tensor:
+        """Additive mask (B, M, F) fp32: 0 at the slots of a beam's ancestors, -inf elsewhere."""
         return self._visible[:, :, : self.filled]
 
     @property
     def room(self) -> Tensor:
-        """`visible` with what lies behind it, (B, M, F), up to where it will have to move."""
+        """`visible` including its unused capacity, (B, M, capacity) fp32."""
         return self._visible
 
     @property
     def steps_left(self) -> int:
-        """For how many steps there is room."""
+        """Number of decode steps for which the table has room without growing."""
         return (self._visible.shape[2] - self.filled) // self.beams
 
     def make_room(self) -> None:
-        """Make room for one more token of every beam."""
+        """Grow the table, if necessary, to hold one more token of every beam."""
         filled = self.filled
         if self._visible.shape[2] < filled + self.beams:
             elements = self._visible.shape[0] * self.beams**2
@@ -60,23 +73,30 @@ class Ancestry:
             self._visible, self._whole = grown, None
 
     def begin_step(self) -> None:
-        """Open the slots of one more token: each beam sees its own."""
+        """Add the slots of one more token, of which each beam sees its own."""
         self.have_open()
         self._open = False
         self._note_times(1)
         self.note_step()
 
     def have_open(self) -> None:
-        """See to it that the slots of one more token are open, though not counted."""
+        """Add the slots of one more token without counting them in `filled`."""
         rows, own, _ = self.next_slots()
         if not self._open:
             rows[:, :, self.filled : self.filled + self.beams] = own
         self._open = True
 
     def behind(self, prefix: int, mask: Tensor | None) -> Tensor:
-        """`room` behind what beams see of the tokens before it, (B, M, prefix + F); `room` is a view of it from now on.
+        """Return `room` preceded by the mask of the prefix, as one tensor.
 
-        mask: (B, .., prefix) additive, alike in each call; None where all are seen.
+        `room` becomes a view of the returned tensor.
+
+        Args:
+            prefix: Length of the prefix in tokens.
+            mask: (B, .., prefix) additive mask, the same in every call; None if all of the prefix
+                is visible.
+        Returns:
+            (B, M, prefix + capacity) fp32.
         """
         if self._whole is None:
             sentences, beams, slots = self._visible.shape
@@ -87,20 +107,33 @@ class Ancestry:
 
     @property
     def whole(self) -> Tensor | None:
-        """What `behind` returns, once it was asked for, until it moves."""
+        """The tensor of `behind` or `move`, prefix included.
+
+        None before the first call of either, and after the table has grown or lost sentences.
+        """
         return self._whole
 
     def move(self, whole: Tensor, prefix: int, mask: Tensor | None) -> None:
-        """Lie there from now on, (B, M, N) fp32, behind what beams see of the prefix, as `behind` has it."""
+        """Move the table into a caller-provided buffer, behind the mask of the prefix.
+
+        Args:
+            whole: (B, M, N) fp32 buffer.
+            prefix: Length of the prefix in tokens.
+            mask: Mask of the prefix, as in `behind`.
+        """
         whole[:, :, :prefix] = 0.0 if mask is None else mask.view(len(whole), 1, prefix)
-        count = min(
-            self.filled + self.beams, self._visible.shape[2]
-        )  # those that are open too, if there are any
+        # Includes slots that `have_open` has added but not counted.
+        count = min(self.filled + self.beams, self._visible.shape[2])
         whole[:, :, prefix : prefix + count] = self._visible[:, :, :count]
         self._whole, self._visible = whole, whole[:, :, prefix:]
 
     def note_steps(self, steps: int, is_open: bool) -> None:
-        """So many steps have been made, with all that `reorder` does behind them; is_open: as `have_open` leaves it."""
+        """Count decode steps, and their reordering, that were written to the table elsewhere.
+
+        Args:
+            steps: Number of decode steps.
+            is_open: Whether the table already has the slots of the next token (`have_open`).
+        """
         self._note_times(steps)
         self.steps, self.filled = self.steps + steps, self.filled + steps * self.beams
         self._open = is_open
@@ -113,16 +146,16 @@ class Ancestry:
             self.times = torch.cat([self.times, now.expand(self.times.shape[0], -1)], 1)
 
     def note_step(self) -> None:
-        """The slots of one more token are open."""
+        """Count the slots of one more token, which are already in the table."""
         self.steps, self.filled = self.steps + 1, self.filled + self.beams
 
     def next_slots(self) -> Table:
-        """`room` as a table that gets the slots of one more token, with room for them."""
+        """Return `room`, grown if necessary, as a table to which one more token can be added."""
         self.make_room()
         return Table(self._visible, self.own.expand(self._visible.shape[0], -1, -1))
 
     def reorder(self, parents: Tensor) -> None:
-        """Let beam m continue beam parents[b, m]; parents: (B, M) int64."""
+        """Let beam m of sentence b continue beam parents[b, m]; parents is (B, M) int64."""
         if self.times is None and self.steps < self.longest:
             extend_rows_([self.next_slots()], parents, self.steps)
             self.note_extended()
@@ -130,15 +163,18 @@ class Ancestry:
             reorder_rows_(self.visible, parents)
 
     def note_extended(self) -> None:
-        """`next_slots` has been reordered and extended."""
+        """Record that the table of `next_slots` has been reordered and extended."""
         self._open = True
 
     def compact(self) -> Tensor | None:
-        """Give up slots that no beam sees, if it is time to look for them and they are half of all at least.
+        """Free the slots that no beam sees, if a compaction is due and removes at least half.
 
-        Returns those that stay, (B, L) int64, in the order of time, and behind them slots of no beam where another
-        sentence has more: to be told to every `LayerKV` of the text. None where all stay. On a CPU only: elsewhere
-        the look at the device may cost more than it saves.
+        It runs on a CPU only: on a GPU the synchronization may cost more than it saves.
+
+        Returns:
+            (B, L) int64, the slots that stay in chronological order, padded with unused slots in
+            sentences that have fewer. Every `LayerKV` of the self-attention has to be compacted
+            with it. None if all slots stay.
         """
         if (
             self.beams == 1
@@ -147,11 +183,11 @@ class Ancestry:
             or self.steps % room.COMPACT_EVERY
         ):
             return None
-        seen = self.visible.eq(0).any(1)
-        longest = int(seen.sum(1).max()) if seen.numel() else 0
+        is_seen = self.visible.eq(0).any(1)
+        longest = int(is_seen.sum(1).max()) if is_seen.numel() else 0
         if 2 * longest > self.filled:
             return None
-        slots = _first_true(seen, longest)
+        slots = _first_true(is_seen, longest)
         if self.times is None:
             self.times = torch.arange(self.filled, device=slots.device, dtype=torch.int64).div(
                 self.beams, rounding_mode="floor"
@@ -166,15 +202,22 @@ class Ancestry:
 
     @property
     def slots(self) -> Tensor:
-        """(B, M, T) int64: the slots of each beam's tokens, in their order."""
+        """(B, M, T) int64, the slots of each beam's tokens in chronological order."""
         return _first_true(self.visible.eq(0), self.steps)
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences (int64 indices) and forget the others."""
+        """Keep only the given sentences, int64 indices into the current batch."""
         self._visible, self._whole = self._visible.index_select(0, sentences), None
         self.times = None if self.times is None else self.times.index_select(0, sentences)
 
 
 def _first_true(chosen: Tensor, count: int) -> Tensor:
-    """The indices (..., count) of what is true in chosen (..., N), ascending; behind them, if any, of what is not."""
+    """Return the ascending indices of true elements, then those of false ones.
+
+    Args:
+        chosen: (..., N) bool.
+        count: Number of indices to return.
+    Returns:
+        (..., count) int64.
+    """
     return chosen.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[..., :count]

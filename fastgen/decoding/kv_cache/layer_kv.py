@@ -1,9 +1,9 @@
-"""The keys and values of a decode step, stored once per sentence.
+"""A KV cache that stores keys and values once per sentence.
 
-One buffer per layer holds, for every sentence, the prefix all its beams share (the prompt of a decoder, or its start
-tokens) and behind it the slots of the generated tokens: the step t writes slots S + t*M + m, one per beam m.
-Nothing is moved when beams are reordered: `ancestry.Ancestry` says which slots a beam sees, and one attention call
-serves all the beams of a sentence (`ops.beam_attention`).
+One buffer per layer holds, for every sentence, the prefix that all its beams share (the prompt of a
+decoder, or its start tokens), followed by the slots of the generated tokens. Decode step t writes
+slots S + t*M + m, one per beam m. Reordering beams moves nothing: `ancestry.Ancestry` records which
+slots a beam sees, and one attention call serves all beams of a sentence (`ops.beam_attention`).
 
 Source: FastSeq (shared prefix).
 """
@@ -22,46 +22,55 @@ from fastgen.ops.rotation import Rotation, turn_into_slots_
 
 
 class LayerKV:
-    """Keys and values of one attention layer over the text so far: a shared prefix, then slots of M per step.
+    """Keys and values of one attention layer: a shared prefix, then M slots per decode step.
 
     Args:
-        longest: steps at most, known from the start.
-        memory: where the buffers come from.
-        expected: M of the steps to come, for which there is room from the start; 0 where only the prefix is kept.
+        longest: Maximum number of decode steps.
+        memory: Allocator of the buffers.
+        expected: Beams M of the decode steps to come, for which `extend` reserves room; 0 if only
+            the prefix is stored.
+
+    Attributes:
+        prefix: Length of the shared prefix S in tokens.
+        steps: Generated tokens per beam.
+        filled: Slots of generated tokens in use, of all beams of a sentence together.
+        beams: Beams per sentence M.
     """
 
     def __init__(self, longest: int, memory: Memory, expected: int = 0) -> None:
         self.longest, self.memory, self.expected = longest, memory, expected
         self.prefix = 0
-        self.steps = self.filled = 0  # tokens of a beam; slots of all
+        self.steps = self.filled = 0
         self.beams = 1
-        self._blank = False  # whether there are zeros behind what is filled
+        self._blank = False  # Whether the unused capacity is filled with zeros.
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
     @property
     def length(self) -> int:
-        """Tokens that one beam sees."""
+        """Number of tokens that one beam sees."""
         return self.prefix + self.steps
 
     @property
     def slots(self) -> int:
+        """Number of slots in use, prefix included."""
         return self.prefix + self.filled
 
     @property
     def keys(self) -> Tensor:
-        """(B, Hkv, S + T*M, D), a view."""
+        """Keys in use, a view (B, Hkv, S + T*M, D)."""
         assert self._keys is not None
         return self._keys.narrow(2, 0, self.slots)
 
     @property
     def values(self) -> Tensor:
+        """Values in use, a view (B, Hkv, S + T*M, D)."""
         assert self._values is not None
         return self._values.narrow(2, 0, self.slots)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots in use, without the room to grow."""
+        """Bytes of the slots in use, without unused capacity."""
         if self._keys is None or self._values is None:
             return 0
         elements = sum(
@@ -70,7 +79,7 @@ class LayerKV:
         return elements * self.slots * self._keys.element_size()
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Append tokens that every beam shares: keys, values (B, Hkv, L, D)."""
+        """Append L tokens that all beams share; keys and values are (B, Hkv, L, D)."""
         added = keys.shape[2]
         prefix = self.prefix + added
         steps = room.room_for(0, self.longest, keys, self._elements(keys) * self.expected)
@@ -85,24 +94,29 @@ class LayerKV:
 
     @property
     def begun(self) -> bool:
-        """Whether there is anything in it, so that it has a shape."""
+        """Whether the buffers are allocated, so that their shape is known."""
         return self._keys is not None
 
     @property
     def room(self) -> tuple[Tensor, Tensor]:
-        """Keys and values with what lies behind them, (B, Hkv, N, D), up to where they will have to move."""
+        """Key and value buffers including their unused capacity, (B, Hkv, capacity, D) each."""
         assert self._keys is not None
         assert self._values is not None
         return self._keys, self._values
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Write one token of every beam into its slot: keys, values (B*M, Hkv, 1, D)."""
+        """Write one token of every beam into its slot; keys and values are (B*M, Hkv, 1, D)."""
         self._open(keys, values)
         write_slots_(*self.room, keys, values, self.slots)
         self.note_step()
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
-        """Have the slots of one token of every beam, which somebody else writes; arguments as `append`'s."""
+        """Reserve the slots of one token of every beam, which the attention kernel writes.
+
+        Args:
+            keys: (B*M, Hkv, 1, D), as in `append`; only the shape, dtype and device are read.
+            values: As `keys`.
+        """
         self._open(keys, values)
         self.note_step()
 
@@ -114,19 +128,30 @@ class LayerKV:
     def append_turned(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
     ) -> Tensor:
-        """The same of keys that are turned first, key, value (B*M, Hkv, D); return the turned queries (B*M, H, D)."""
+        """Rotate queries and keys, and append the rotated keys and the values.
+
+        Args:
+            query: (B*M, H, D).
+            key: (B*M, Hkv, D).
+            value: (B*M, Hkv, D).
+            rotation: Rotary position embedding of the token.
+        Returns:
+            The rotated queries (B*M, H, D).
+        """
         self._open(key[:, :, None], value[:, :, None])
         turned = turn_into_slots_(query, key, value, rotation, *self.room, self.slots)
         self.note_step()
         return turned
 
     def append_asking(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token of every beam into its slot, and behind it what stays until the next token comes.
+        """Append one token and one mask token of every beam; the next token overwrites the mask.
 
         Args:
-            keys, values: (B * 2 * M, Hkv, 1, D), of each sentence first the tokens.
+            keys: (B * 2 * M, Hkv, 1, D), for each sentence its M tokens, then its M masks.
+            values: As `keys`.
         Returns:
-            Keys and values with both, (B, Hkv, S + (T + 1) * M, D), views.
+            Keys and values including tokens and masks, views (B, Hkv, S + (T + 1) * M, D), where T
+            counts the new token.
         """
         self.make_room(2)
         write_slots_(*self.room, keys, values, self.slots)
@@ -135,7 +160,10 @@ class LayerKV:
         return self.room[0][:, :, :seen], self.room[1][:, :, :seen]
 
     def make_room(self, tokens: int = 1) -> None:
-        """Make room for one more token of every beam, or more; where there is none, keys and values move."""
+        """Make room for `tokens` more tokens of every beam.
+
+        Keys and values move to larger buffers if the current ones are too small.
+        """
         assert self._keys is not None
         assert self._values is not None
         if self._keys.shape[2] < self.slots + tokens * self.beams:
@@ -145,7 +173,10 @@ class LayerKV:
             self._grow(keys, values, tokens)
 
     def move(self, keys: Tensor, values: Tensor) -> None:
-        """Lie there from now on, (B, Hkv, N, D) each with room for more; what lies there already is not moved."""
+        """Move keys and values into caller-provided buffers, (B, Hkv, N, D) each.
+
+        A buffer that is in use already is not copied.
+        """
         for old, new in zip(self.room, (keys, values), strict=True):
             if old.data_ptr() != new.data_ptr():
                 new[:, :, : self.slots] = old[:, :, : self.slots]
@@ -153,11 +184,14 @@ class LayerKV:
         self._keys, self._values = keys, values
 
     def note_step(self, steps: int = 1) -> None:
-        """One token of every beam has been written, or more."""
+        """Count `steps` tokens of every beam as written."""
         self.steps, self.filled = self.steps + steps, self.filled + steps * self.beams
 
     def reach(self, steps: int) -> None:
-        """Make room for `steps` tokens of texts with one beam, zeros until they are written, and count so many."""
+        """Make room for `steps` tokens of one-beam texts, and count them as written.
+
+        Slots are zero until they are written.
+        """
         keys, values = self.room
         full = keys.shape[2] < self.prefix + steps
         if full:
@@ -170,14 +204,14 @@ class LayerKV:
         self.steps = self.filled = max(steps, self.steps)
 
     def _grow(self, keys: Tensor, values: Tensor, tokens: int = 1) -> None:
-        """Make room for some more steps, of the shape of keys and values; for `tokens` of them at least."""
+        """Grow the buffers by at least `tokens` decode steps, with the shape of keys and values."""
         elements = self._elements(keys) * self.beams
         more = room.room_for(self.steps, self.longest, keys, elements), self.longest - self.steps
         least, most = (self.slots + max(tokens, steps) * self.beams for steps in more)
         self._reserve(keys, values, least, most)
 
     def compact(self, slots: Tensor) -> None:
-        """Give up all slots of generated tokens but these, (B, L) int64, from `Ancestry.compact`."""
+        """Keep only these slots of generated tokens, (B, L) int64 from `Ancestry.compact`."""
         first, count = self.prefix, slots.shape[1]
         for buffer in (self._keys, self._values):
             assert buffer is not None
@@ -188,22 +222,23 @@ class LayerKV:
         self.filled = count
 
     def undo_steps(self) -> None:
-        """Forget all generated tokens."""
+        """Drop all generated tokens; the prefix stays."""
         self.steps = self.filled = 0
 
     def keep(self, sentences: Tensor, moves: tuple[Tensor, Tensor] | None) -> None:
-        """Keep these sentences, int64 indices.
+        """Keep only the given sentences.
 
-        moves: the places, and the sentences that come to them from behind all that are kept; the others stay. None
-            where sentences move in another way.
+        Args:
+            sentences: int64 indices of the sentences to keep, in their new order.
+            moves: Target places, and the sentences from the end of the batch that move there;
+                all other kept sentences stay in place. None for any other order.
         """
         assert self._keys is not None
         assert self._values is not None
         kept: list[Tensor] = []
         for buffer in (self._keys, self._values):
-            if (
-                moves is None or self.beams == 1
-            ):  # with one, others are handed the memory itself, and may hold on to it
+            # With one beam, callers get views of the buffers and may keep them, so they are copied.
+            if moves is None or self.beams == 1:
                 kept.append(buffer.index_select(0, sentences))
             else:
                 move_sentences_(buffer[:, :, : self.slots], *moves)
@@ -211,9 +246,12 @@ class LayerKV:
         self._keys, self._values = kept
 
     def of_beams(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as a plain cache holds them, (B*M, Hkv, S + T, D).
+        """Return keys and values with one row per beam, as a toolkit's cache stores them.
 
-        slots: (B, M, T) int64, those of each beam's tokens.
+        Args:
+            slots: (B, M, T) int64, the slots of each beam's tokens (`Ancestry.slots`).
+        Returns:
+            Keys and values, (B*M, Hkv, S + T, D) each.
         """
         b, m, _ = slots.shape
         prefix = torch.arange(self.prefix, device=slots.device, dtype=torch.int64).expand(b, m, -1)
@@ -226,9 +264,10 @@ class LayerKV:
         return keys, values
 
     def _reserve(self, keys: Tensor, values: Tensor, least: int, most: int) -> None:
-        """Make room for `least` slots in all, of the shape that new keys and values have; up to `most` if it is free.
+        """Allocate buffers of at least `least` slots in total, and move keys and values there.
 
-        What is outgrown is given up: what comes after it is larger, too.
+        They get up to `most` slots if the allocator has free memory of that size. The old buffers
+        are released, because later buffers are larger still.
         """
         rows = keys.shape[0] if self._keys is None else self._keys.shape[0]
         slots = self.memory.room(keys, self._elements(keys), least, most) if least < most else least
@@ -237,12 +276,12 @@ class LayerKV:
         self._values = self._moved(self._values, values, rows, slots)
 
     def _elements(self, keys: Tensor) -> int:
-        """Of a slot of all sentences, whose keys have the shape of new ones, or of those that are there."""
+        """Return the elements that one slot takes in the keys of the whole batch."""
         rows = keys.shape[0] if self._keys is None else self._keys.shape[0]
         return rows * keys.shape[1] * keys.shape[3]
 
     def _moved(self, old: Tensor | None, new: Tensor, rows: int, slots: int) -> Tensor:
-        """Return a buffer of so many slots that holds what an old one holds, of the shape of new keys or values."""
+        """Return a new buffer with room for `slots`, holding the content of the old one."""
         buffer = self.memory.take(new, rows, new.shape[1], slots, new.shape[3])
         if old is not None:
             buffer[:, :, : self.slots] = old[:, :, : self.slots]
@@ -251,9 +290,14 @@ class LayerKV:
 
 
 def room_for_steps(text: Sequence["LayerKV"], ancestry: Ancestry | None, most: int) -> int:
-    """Have room for at most so many tokens of every beam, the first one's slots open; return for how many.
+    """Make room for up to `most` decode steps, and add the slots of the first one to the ancestry.
 
-    text: keys and values of each layer, swept if that was due.
+    Args:
+        text: Keys and values of each self-attention layer, after a compaction that was due.
+        ancestry: Ancestry of the beams; None if there is none.
+        most: Maximum number of decode steps.
+    Returns:
+        The number of decode steps until a buffer is full or the next compaction is due.
     """
     for layer in text:
         layer.make_room()
@@ -269,7 +313,14 @@ def room_for_steps(text: Sequence["LayerKV"], ancestry: Ancestry | None, most: i
 def note_steps(
     text: Sequence["LayerKV"], ancestry: Ancestry | None, steps: int, is_open: bool
 ) -> None:
-    """So many of them have been made, and reordered; is_open: whether the slots of one more are open."""
+    """Count decode steps that were run, and reordered, outside of these classes.
+
+    Args:
+        text: Keys and values of each self-attention layer.
+        ancestry: Ancestry of the beams; None if there is none.
+        steps: Number of decode steps.
+        is_open: Whether the ancestry already has the slots of the next token.
+    """
     for layer in text:
         layer.note_step(steps)
     if ancestry is not None:

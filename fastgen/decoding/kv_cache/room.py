@@ -1,29 +1,32 @@
-"""How much room KV buffers have, and when unused slots are freed."""
+"""Growth policy of KV buffers, and the interval at which unused KV slots are freed."""
 
 from torch import Tensor
 
 from fastgen.models.cuda_graphs import graph
 
 COMPACT_EVERY = 16
-"""Decode steps between two compactions, which free KV slots that no live beam references."""
+"""Number of decode steps between compactions, which free KV slots that no live beam references."""
 
 GROWTH = 64
-"""Decode steps for which a buffer gets room at least, when it grows and the text may become that long."""
+"""Minimum number of decode steps by which a buffer grows, unless the sequence ends earlier."""
 
 
 ALIGNED = 16
-"""Slots of which a buffer has a multiple where kernels read it: they load several at once then."""
+"""Granularity of buffer sizes in slots, so that kernels can use vectorized loads."""
 
 
 def room_for(steps: int, longest: int, like: Tensor, elements: int) -> int:
-    """Steps to make room for beyond the `steps` that are filled: half as many again, and never beyond `longest`.
+    """Return the number of decode steps to reserve beyond the `steps` that are filled.
 
-    Where what reads the buffer is captured, all up to `longest`, unless that takes too much memory, or is a limit that
-    few texts come near to.
+    A buffer grows by half of `steps` or by `GROWTH` steps, whichever is more, but not beyond
+    `longest`. If its readers are captured as CUDA graphs, it gets room up to `longest` at once,
+    unless that takes too much memory or `longest` is a limit that few texts reach.
 
     Args:
-        like: a tensor of the buffer's dtype and device.
-        elements: of a step.
+        steps: Decode steps that are filled.
+        longest: Maximum number of decode steps.
+        like: Tensor with the dtype and device of the buffer.
+        elements: Elements of the buffer per decode step.
     """
     left = longest - steps
     if longest <= 8 * GROWTH and graph.may_be_roomy(like, longest * elements):
@@ -32,5 +35,9 @@ def room_for(steps: int, longest: int, like: Tensor, elements: int) -> int:
 
 
 def aligned(slots: int, most: int, like: Tensor) -> int:
-    """Slots of a buffer that never grows again; others grow together with what goes with them."""
+    """Round a buffer's slots up to a multiple of `ALIGNED` if graph capture is enabled for it.
+
+    Only a buffer that has its maximum size `most` is rounded. One that may still grow has to keep
+    the same number of slots as the buffers that grow with it.
+    """
     return -(-slots // ALIGNED) * ALIGNED if slots == most and graph.wanted(like) else slots

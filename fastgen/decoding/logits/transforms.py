@@ -1,4 +1,4 @@
-"""The tokens of the running rows, and the edits that look at them."""
+"""Logits transforms, and the token ids of the running rows that they read."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +15,13 @@ from fastgen.ops.selection.token_mask import add_tokens_, empty_mask, packed, un
 
 @dataclass
 class Text:
-    """Token ids of the running rows: ids (R, L) int64, prompt included; row b * M + m is beam m of sentence b.
+    """Token ids of the running rows; row b * M + m is beam m of sentence b.
 
-    With room behind the text, `length` says where it ends; `filled` (1,) int64 says it on the device.
+    Attributes:
+        ids: (R, L) int64, prompt included.
+        prompt_length: Length of the prompt in tokens.
+        length: Length of the text in tokens; less than L if `ids` is a buffer with unused capacity.
+        filled: (1,) int64, `length` on the device, for captured steps; else None.
     """
 
     ids: Tensor
@@ -31,10 +35,16 @@ class Text:
 
 
 class LogitsTransform(Protocol):
-    """A change of the scores (R, V) fp32 before selection; may work in place, returns the result."""
+    """A transform of the scores (R, V) fp32 before token selection.
+
+    It may work in place and returns the result.
+    """
 
     def idle(self, text: Text) -> bool:
-        """Whether the scores themselves are handed on, and not a copy, to a function of the user's behind this."""
+        """Return whether to skip the transform in this step.
+
+        The next transform, such as a user's function, then gets the same tensor and not a copy.
+        """
         ...
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor: ...
@@ -42,10 +52,15 @@ class LogitsTransform(Protocol):
 
 @dataclass
 class NGramBlock:
-    """Ban tokens that would repeat an n-gram of their row, prompt and padding included, or of a source.
+    """A ban on tokens that would repeat an n-gram of their row, or of a source text.
 
-    source: (B, S), as `ops.selection.ngram_block` has it; one row serves all sentences.
-    shortest: length of a text that is looked at.
+    The row includes its prompt and padding.
+
+    Attributes:
+        n: Size of the n-grams.
+        source: (B, S) int64 source texts, as in `ops.selection.ngram_block`; a single row serves
+            all sentences. None to compare with the row itself.
+        shortest: Minimum length of a text for bans, in tokens.
     """
 
     n: int
@@ -56,7 +71,7 @@ class NGramBlock:
         return self.source is None and text.length < self.n
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
-        if text.filled is not None:  # the text has room behind it, which is no part of it
+        if text.filled is not None:  # `ids` has unused capacity, which must not be matched.
             mask = empty_mask(scores.shape[0], scores.shape[1], scores.device)
             self.add_to(mask, text, scores.shape[1])
             return scores.masked_fill_(unpacked(mask, scores.shape[1]), -torch.inf)
@@ -65,7 +80,7 @@ class NGramBlock:
         return ngram_block_(scores, text.ids, self.n, self._source_on(scores.device))
 
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
-        """Add what this bans to a token mask (R, ceil(V / 32))."""
+        """Add the banned tokens to a token mask (R, ceil(V / 32)) int32."""
         if self.active(text.length):
             ngram_mask_(
                 mask, text.ids, self.n, vocabulary, self._source_on(mask.device), text.filled
@@ -73,11 +88,11 @@ class NGramBlock:
 
     @property
     def least(self) -> int:
-        """Length from which on a text can have anything banned."""
+        """Minimum length of a text in which a token can be banned."""
         return max(self.shortest, self.n - (self.source is not None))
 
     def active(self, length: int) -> bool:
-        """Whether texts of a length can have anything banned."""
+        """Return whether a token can be banned in texts of this length."""
         return length >= self.least
 
     def _source_on(self, device: torch.device) -> Tensor | None:
@@ -88,20 +103,23 @@ class NGramBlock:
 
 @dataclass
 class Ban:
-    """Ban tokens at the lengths for which `active` holds; ids beyond the vocabulary are ignored.
+    """A ban on tokens at the lengths for which `active` holds.
 
-    passes: at other lengths the scores are handed on themselves; else a copy, where somebody keeps them.
+    Attributes:
+        tokens: (N,) int64 token ids; ids outside the vocabulary are ignored.
+        active: Function of the text's length.
+        passes: Whether the transform is idle at other lengths, so that the next transform gets
+            the same tensor. Otherwise it gets a copy if the caller keeps the scores.
     """
 
     tokens: Tensor
     active: Callable[[int], bool]
     passes: bool = False
-    _within: Tensor | None = field(
-        default=None, init=False
-    )  # the vocabulary, found at the first use
+    # The tokens that are in the vocabulary, computed at the first use.
+    _within: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = self.tokens.to(torch.int64)  # an empty list makes a tensor of floats
+        self.tokens = self.tokens.to(torch.int64)  # An empty list gives a float tensor.
 
     def idle(self, text: Text) -> bool:
         return self.passes and not self.active(text.length)
@@ -115,7 +133,7 @@ class Ban:
         return scores
 
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
-        """Add what this bans to a token mask (R, ceil(V / 32))."""
+        """Add the banned tokens to a token mask (R, ceil(V / 32)) int32."""
         if self.active(text.length):
             self.tokens = self.tokens.to(mask.device)
             add_tokens_(mask, self.tokens[None], vocabulary)
@@ -123,7 +141,7 @@ class Ban:
 
 @dataclass
 class Only:
-    """Leave only one token, with the score that it has, at the lengths for which `active` holds."""
+    """A ban on all tokens but one, which keeps its score, where `active` holds for the length."""
 
     token: int
     active: Callable[[int], bool]
@@ -138,7 +156,7 @@ class Only:
         return scores
 
     def add_to(self, mask: Tensor, text: Text, vocabulary: int) -> None:
-        """Add what this bans to a token mask (R, ceil(V / 32))."""
+        """Add the banned tokens to a token mask (R, ceil(V / 32)) int32."""
         if self.active(text.length):
             mask |= packed(
                 torch.arange(vocabulary, device=mask.device, dtype=torch.int64)[None] != self.token
@@ -147,7 +165,12 @@ class Only:
 
 @dataclass
 class TokenBias:
-    """Add to the scores of some tokens of the vocabulary: tokens (N,) int64, offsets (N,) fp32."""
+    """An additive bias of single tokens.
+
+    Attributes:
+        tokens: (N,) int64 token ids within the vocabulary.
+        offsets: (N,) fp32, added to the scores of the tokens.
+    """
 
     tokens: Tensor
     offsets: Tensor
@@ -162,7 +185,7 @@ class TokenBias:
         )
 
     def changes(self, text: Text, vocabulary: int) -> SparseUpdate:
-        """What this does to log-probabilities."""
+        """Return the transform as a sparse update of log-probabilities."""
         rows, device = text.ids.shape[0], text.ids.device
         self.tokens, self.offsets = self.tokens.to(device), self.offsets.to(device)
         offsets = self.offsets.expand(rows, -1)
@@ -171,29 +194,32 @@ class TokenBias:
 
 @dataclass
 class SequenceShift:
-    """Add to the scores of tokens that would complete sequences.
+    """An additive bias of tokens that would complete one of several token sequences.
 
-    offsets: of each sequence of tokens of the vocabulary; those with the same last token add up.
-    beyond: how many tokens a text must have at least, beside a sequence's tokens before the last.
+    Attributes:
+        offsets: Bias of each sequence of token ids within the vocabulary. The biases of matching
+            sequences with the same last token add up.
+        beyond: Minimum number of tokens in a text, in addition to the sequence's tokens before
+            the last.
     """
 
     offsets: Mapping[tuple[int, ...], float]
     beyond: int
-    _tokens: Tensor | None = field(default=None, init=False)  # (N,) int64, the different last ones
-    _alone: Tensor | None = field(
-        default=None, init=False
-    )  # (N,) fp32, offsets of sequences of one token
-    _behind: list[tuple[Tensor, Tensor, Tensor]] = (
-        field(  # by length: tokens before (G, L), column (G,), offset (G,)
-            default_factory=list[tuple[Tensor, Tensor, Tensor]], init=False
-        )
+    # (N,) int64, the distinct last tokens.
+    _tokens: Tensor | None = field(default=None, init=False)
+    # (N,) fp32, biases of sequences of one token.
+    _alone: Tensor | None = field(default=None, init=False)
+    # Longer sequences, by length: tokens before the last (G, L), column in `_tokens` (G,),
+    # and bias (G,).
+    _behind: list[tuple[Tensor, Tensor, Tensor]] = field(
+        default_factory=list[tuple[Tensor, Tensor, Tensor]], init=False
     )
 
     def idle(self, text: Text) -> bool:
         return False
 
     def reach(self, length: int) -> int:
-        """How many tokens of a text of this length are looked at."""
+        """Return how many of the last tokens of a text of this length are compared."""
         lengths = (len(sequence) - 1 for sequence in self.offsets)
         return max((before for before in lengths if before + self.beyond <= length), default=0)
 
@@ -202,7 +228,7 @@ class SequenceShift:
         return scores.index_add_(1, tokens[0], offsets.to(scores.dtype))
 
     def changes(self, text: Text, vocabulary: int) -> SparseUpdate:
-        """What this does to log-probabilities."""
+        """Return the transform as a sparse update of log-probabilities."""
         tokens, alone = self._made(text.ids.device)
         ids, offsets = text.ids, alone.expand(text.ids.shape[0], -1).clone()
         for before, column, offset in self._behind:
@@ -217,8 +243,8 @@ class SequenceShift:
                     torch.arange(count, device=ids.device, dtype=torch.int64)
                     + (text.filled - count),
                 )
-            found = (last[:, None] == before).all(-1)
-            offsets.index_add_(1, column, torch.where(found, offset, 0.0))
+            is_match = (last[:, None] == before).all(-1)
+            offsets.index_add_(1, column, torch.where(is_match, offset, 0.0))
         return SparseUpdate(tokens.expand(len(ids), -1), torch.ones_like(offsets), offsets)
 
     def _made(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -234,43 +260,49 @@ class SequenceShift:
             self._behind = [
                 (
                     torch.tensor(
-                        [sequence[:-1] for sequence in alike], device=device, dtype=torch.int64
+                        [sequence[:-1] for sequence in group], device=device, dtype=torch.int64
                     ),
                     torch.tensor(
-                        [tokens.index(sequence[-1]) for sequence in alike],
+                        [tokens.index(sequence[-1]) for sequence in group],
                         device=device,
                         dtype=torch.int64,
                     ),
                     torch.tensor(
-                        [self.offsets[sequence] for sequence in alike],
+                        [self.offsets[sequence] for sequence in group],
                         dtype=torch.float32,
                         device=device,
                     ),
                 )
-                for alike in by_length.values()
+                for group in by_length.values()
             ]
         return self._tokens, self._alone
 
 
 @dataclass
 class Penalty:
-    """Make the tokens of a row's own text less likely: a negative score times `factor`.
+    """A repetition penalty on the tokens of a row's own text.
 
-    start: where the text begins, for all rows or (R,) for each.
-    dense: the toolkit's function of (ids, scores) that does it to all scores.
+    Negative scores are multiplied by `factor`, others are divided by it.
+
+    Attributes:
+        factor: The penalty.
+        start: Index of the first token that counts, for all rows or (R,) per row.
+        dense: The toolkit's function of (ids, scores) for all scores.
+
     Source: Keskar et al. 2019 (CTRL), section 4.1.
     """
 
     factor: float
     start: int | Tensor
     dense: Callable[[Tensor, Tensor], Tensor]
-    _whole: bool = field(default=True, init=False)  # whether the rows are those that `dense` knows
+    # Whether no row has left, so that `dense`, which may depend on the rows, still applies.
+    _whole: bool = field(default=True, init=False)
 
     def idle(self, text: Text) -> bool:
         return False
 
     def keep(self, rows: Tensor) -> None:
-        """Only these rows go on, int64 indices into the present ones."""
+        """Keep only the given rows, int64 indices into the current ones."""
         if isinstance(self.start, Tensor):
             self.start, self._whole = self.start.to(rows.device)[rows], False
 
@@ -285,44 +317,58 @@ class Penalty:
         )
 
     def _tokens(self, text: Text, outside: int) -> Tensor:
-        """Token ids (R, L), `outside` where they are not of the text that counts."""
+        """Return the token ids (R, L), replaced by `outside` where they do not count."""
         if isinstance(self.start, Tensor):
             self.start = self.start.to(text.ids.device)
         start = self.start[:, None] if isinstance(self.start, Tensor) else self.start
         column = torch.arange(text.ids.shape[1], device=text.ids.device, dtype=torch.int64)
-        others = column < start
+        ignored = column < start
         if text.filled is not None:
-            others = others | (column >= text.filled)
-        return text.ids.masked_fill(others, outside)
+            ignored = ignored | (column >= text.filled)
+        return text.ids.masked_fill(ignored, outside)
 
     def changes(self, text: Text, vocabulary: int) -> SparseUpdate:
-        """What this does to log-probabilities, which are never positive."""
+        """Return the transform as a sparse update of log-probabilities.
+
+        Log-probabilities are never positive, so the update is a multiplication.
+        """
         tokens = self._tokens(text, vocabulary).sort(1).values
-        again = torch.nn.functional.pad(tokens[:, 1:] == tokens[:, :-1], (1, 0))
+        is_repeated = torch.nn.functional.pad(tokens[:, 1:] == tokens[:, :-1], (1, 0))
         factors = torch.full(tokens.shape, self.factor, dtype=torch.float32, device=tokens.device)
         return SparseUpdate(
-            tokens.masked_fill(again, vocabulary), factors, torch.zeros_like(factors)
+            tokens.masked_fill(is_repeated, vocabulary), factors, torch.zeros_like(factors)
         )
 
 
 def keep_sentences(
     transforms: Iterable[LogitsTransform], sentences: Tensor, beams: int = 1
 ) -> None:
-    """Only these sentences go on under edits, int64 indices into the present ones, of so many rows each."""
+    """Keep the state of only the given sentences in the transforms.
+
+    Args:
+        transforms: Transforms of the search.
+        sentences: int64 indices into the current batch.
+        beams: Rows per sentence.
+    """
     rows = (
         sentences[:, None] * beams + torch.arange(beams, device=sentences.device, dtype=torch.int64)
     ).flatten()
-    for edit in transforms:
-        if isinstance(edit, Penalty):
-            edit.keep(rows)
+    for transform in transforms:
+        if isinstance(transform, Penalty):
+            transform.keep(rows)
 
 
 @dataclass
 class Force:
-    """Leave only one token, with score 0, at the lengths for which `active` holds; at others the scores pass.
+    """Forced tokens: at the lengths for which `active` holds, all others get -inf.
 
-    tokens: of all rows; those that are left, where they are several.
-    by_sentence: tokens (B,) has one of each sentence instead, all of which are there at these lengths.
+    The forced tokens get score 0.
+
+    Attributes:
+        tokens: (N,) int64, the tokens that remain in all rows.
+        active: Function of the text's length.
+        by_sentence: Whether `tokens` is (B,) instead, one token per sentence. No sentence may have
+            left the batch at these lengths.
     """
 
     tokens: Tensor
@@ -331,11 +377,11 @@ class Force:
 
     @property
     def single(self) -> bool:
-        """Whether each row has one token left."""
+        """Whether exactly one token remains in each row."""
         return self.by_sentence or self.tokens.numel() == 1
 
     def of_rows(self, rows: int) -> Tensor:
-        """The one token (R,) of each row."""
+        """Return the forced token of each row, (R,) int64."""
         if not self.by_sentence:
             return self.tokens.expand(rows)
         return self.tokens.repeat_interleave(rows // len(self.tokens), output_size=rows)
@@ -356,35 +402,41 @@ class Force:
 
 @dataclass
 class TopP:
-    """Leave the most probable tokens that have a mass of `top_p` together, at least `least` of them.
+    """Nucleus (top-p) filtering.
 
-    dense: the toolkit's function of (ids, scores), for rows in which many tokens are left or rounding decides.
+    Attributes:
+        top_p: Probability mass of the tokens that are kept.
+        least: Minimum number of tokens that are kept.
+        dense: The toolkit's function of (ids, scores), for rows that keep many tokens or in which
+            rounding decides.
+
     Source: Holtzman et al. 2020, section 3.1.
     """
 
     top_p: float
     least: int
     dense: Callable[[Tensor, Tensor], Tensor]
-    _count: int = field(default=64, init=False)  # how many of a row are looked at
-    _pause: int = field(
-        default=0, init=False
-    )  # steps for which the toolkit's function runs at once
-    _failed: int = field(default=0, init=False)  # how often in succession few were not enough
+    # Number of highest scores per row that are examined.
+    _count: int = field(default=64, init=False)
+    # Number of steps for which the toolkit's function runs right away.
+    _pause: int = field(default=0, init=False)
+    # Number of consecutive attempts in which `_count` scores were too few.
+    _failed: int = field(default=0, init=False)
 
     def idle(self, text: Text) -> bool:
         return False
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         if scores.device.type == "cpu" and text.filled is None and not self._pause:
-            left, sure = nucleus(scores, self.top_p, self.least, self._count)
-            rows = (~sure).nonzero()[:, 0]
-            if 4 * len(rows) <= len(scores):
-                if len(rows):
-                    left[rows] = self.dense(text.ids[rows], scores[rows])
+            filtered, is_certain = nucleus(scores, self.top_p, self.least, self._count)
+            uncertain = (~is_certain).nonzero()[:, 0]
+            if 4 * len(uncertain) <= len(scores):
+                if len(uncertain):
+                    filtered[uncertain] = self.dense(text.ids[uncertain], scores[uncertain])
                 self._failed = 0
-                return left
+                return filtered
             self._failed += 1
-            self._count = 512  # of a vocabulary of 50,000 as quick to find as 64
+            self._count = 512  # With 50,000 tokens as fast as 64.
             self._pause = min(2**self._failed, 64)
         self._pause = max(0, self._pause - 1)
         return self.dense(text.ids, scores)
@@ -392,9 +444,11 @@ class TopP:
 
 @dataclass
 class Call:
-    """Any function of (ids, scores), such as a toolkit's or a user's logits processor.
+    """A transform that calls a function of (ids, scores): a toolkit's or user's logits processor.
 
-    static: whether it is a function of the scores alone, for which no device is waited for.
+    Attributes:
+        function: Function of token ids (R, L) and scores (R, V).
+        static: Whether it depends on the scores alone and does not synchronize with the device.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
@@ -408,27 +462,43 @@ class Call:
 
 
 def only_ban(transforms: Sequence[LogitsTransform], text: Text) -> bool:
-    """Whether the edits do nothing in this step but to ban tokens."""
-    return all(isinstance(edit, NGramBlock | Ban | Only) or edit.idle(text) for edit in transforms)
+    """Return whether the transforms do nothing but ban tokens in this step."""
+    return all(
+        isinstance(transform, NGramBlock | Ban | Only) or transform.idle(text)
+        for transform in transforms
+    )
 
 
 def sparse(
     transforms: Sequence[LogitsTransform], text: Text, vocabulary: int
 ) -> LogitsUpdates | None:
-    """Return what the edits do in this step to few tokens, or None when they do anything else."""
-    active = [edit for edit in transforms if not edit.idle(text)]
-    bans = [edit for edit in active if isinstance(edit, NGramBlock | Ban | Only)]
-    changing = [edit for edit in active if isinstance(edit, TokenBias | SequenceShift | Penalty)]
-    forcing = [edit for edit in active if isinstance(edit, Force) and edit.single]
+    """Return the transforms of this step as sparse updates.
+
+    Args:
+        transforms: Transforms in the order in which they apply.
+        text: Token ids of the running rows.
+        vocabulary: Vocabulary size V.
+    Returns:
+        The updates; None if the transforms cannot be expressed as such.
+    """
+    active = [transform for transform in transforms if not transform.idle(text)]
+    bans = [transform for transform in active if isinstance(transform, NGramBlock | Ban | Only)]
+    changing = [
+        transform
+        for transform in active
+        if isinstance(transform, TokenBias | SequenceShift | Penalty)
+    ]
+    forcing = [
+        transform for transform in active if isinstance(transform, Force) and transform.single
+    ]
     if (
         len(bans) + len(changing) + len(forcing) < len(active)
         or len(changing) > 1
         or len(forcing) > 1
     ):
         return None
-    if (
-        forcing and active[-1] is not forcing[0]
-    ):  # what comes later may ban or change the forced token
+    # A later transform may ban or change the forced token.
+    if forcing and active[-1] is not forcing[0]:
         return None
     rows, device = text.ids.shape[0], text.ids.device
     for force in forcing:
@@ -444,30 +514,42 @@ def sparse(
 
 
 def capturable(transforms: Sequence[LogitsTransform]) -> bool:
-    """Whether the edits do the same wherever `phases` is the same, reading on the device what changes."""
-    return all(not isinstance(edit, Call) or edit.static for edit in transforms)
+    """Return whether the transforms can be captured as part of a CUDA graph.
+
+    Then they run the same kernels whenever `phases` is equal, and read what changes on the device.
+    """
+    return all(not isinstance(transform, Call) or transform.static for transform in transforms)
 
 
 def phases(transforms: Sequence[LogitsTransform], length: int) -> tuple[int, ...]:
-    """What the edits make of a length; where it is the same, they do the same."""
+    """Return a key of the transforms' behavior at a length; equal keys mean equal behavior."""
     return tuple(
-        edit.reach(length) if isinstance(edit, SequenceShift) else edit.active(length)
-        for edit in transforms
-        if isinstance(edit, NGramBlock | Ban | Only | Force | SequenceShift)
+        transform.reach(length)
+        if isinstance(transform, SequenceShift)
+        else transform.active(length)
+        for transform in transforms
+        if isinstance(transform, NGramBlock | Ban | Only | Force | SequenceShift)
     )
 
 
 def apply_transforms(
     scores: Tensor, text: Text, transforms: Sequence[LogitsTransform], kept: bool = False
 ) -> Tensor:
-    """Apply the edits in order; `scores` may be changed in place.
+    """Apply the transforms in order.
 
-    kept: the caller keeps scores too, and edits of ours leave it alone; a user's function sees and may change it.
+    Args:
+        scores: (R, V) fp32; may be changed in place.
+        text: Token ids of the running rows.
+        transforms: Transforms in the order in which they apply.
+        kept: Whether the caller keeps `scores`. fastgen's own transforms then change a copy; a
+            user's function gets `scores` itself and may change it.
+    Returns:
+        The transformed scores.
     """
     original = scores
-    for edit in transforms:
-        if edit.idle(text):
+    for transform in transforms:
+        if transform.idle(text):
             continue
-        own = scores is original and kept and not isinstance(edit, Call)
-        scores = edit(scores.clone() if own else scores, text)
+        needs_copy = scores is original and kept and not isinstance(transform, Call)
+        scores = transform(scores.clone() if needs_copy else scores, text)
     return scores

@@ -1,8 +1,9 @@
-"""Beam search over any model that can make steps, with the finishing rules of a toolkit.
+"""Beam search over any `Stepper`, with the finishing rules of a toolkit.
 
-The state is small: running scores, the tokens of the running beams, and the finished hypotheses. Keys and values never
-move (`kv_cache`), hypotheses are gathered only in a step in which one finished, and sentences that can gain
-nothing more leave the batch (Hoang et al. 2018, section 2.1).
+The state is small: running scores, the tokens of the running beams, and the finished hypotheses.
+Keys and values never move (see `kv_cache`). Finished hypotheses are gathered only in steps in which
+they change. Sentences whose hypotheses can no longer improve leave the batch (Hoang et al. 2018,
+section 2.1).
 """
 
 from collections.abc import Callable, Sequence
@@ -32,38 +33,48 @@ from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
 
 class Stepper(Protocol):
-    """A model that decodes R = B * M rows, one token each at a time."""
+    """Model that runs prefill and decode steps over R = B * M rows, one token per row and step."""
 
     @property
     def ancestry(self) -> Ancestry | None:
-        """What `reorder` changes, if there is such a table and nothing else."""
+        """Ancestry table, if it is the only state that `reorder` changes; otherwise None."""
         ...
 
     def prefill(self) -> Tensor:
-        """Run the prompt; return the logits (R, V) of the first new token, which nobody may change.
+        """Run the prompt and return the logits of the first new token.
 
-        They are fp32, or of the model's type where a captured step has made them.
+        Returns:
+            (R, V) fp32, or the model's dtype if a captured step produced them. Read-only.
         """
         ...
 
     def step(self, ids: Tensor) -> Tensor:
-        """Run the newest token of ids (R, L); return logits as `prefill`."""
+        """Run the newest token of ids (R, L) and return logits as `prefill` does."""
         ...
 
     def reorder(self, parents: Tensor) -> None:
-        """Let row b * M + m continue beam parents[b, m]; parents (B, M) int64."""
+        """Make row b * M + m continue beam parents[b, m]; parents is (B, M) int64."""
         ...
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences, int64 indices into the present ones; each stays at its place or comes from behind."""
+        """Keep only the given sentences of the batch.
+
+        Args:
+            sentences: int64 indices into the current batch. A kept sentence either stays at its
+                index or moves from the tail of the batch to a freed index.
+        """
         ...
 
 
 @dataclass
 class Trace:
-    """What a caller asked to see of every step: processed log-probabilities and raw logits, (R, V) fp32.
+    """Per-step tensors that the caller requested; a field is None if it was not requested.
 
-    chosen: of `Sampling`, the log-probability (R,) of each token by the processed scores, 0 behind a row's end.
+    Attributes:
+        scores: processed scores of each step, (R, V) fp32.
+        logits: raw logits of each step, (R, V) fp32.
+        chosen: log-probability (R,) of each selected token under the processed scores, 0 after a
+            row has ended. Only `Sampling` and `ContrastiveSearch` fill it.
     """
 
     scores: list[Tensor] | None = None
@@ -72,6 +83,7 @@ class Trace:
 
     @property
     def wanted(self) -> bool:
+        """Whether scores or logits are recorded."""
         return self.scores is not None or self.logits is not None
 
 
@@ -79,8 +91,11 @@ class Trace:
 class Hypotheses:
     """The M best finished hypotheses of each sentence, best first.
 
-    ids (B, M, L) int64 with the prompt; beams (B, M, T) int32, the row each token came from, -1 beyond the end;
-    scores (B, M) fp32; done (B, M) whether the slot is filled.
+    Attributes:
+        ids: (B, M, L) int64, prompt included.
+        beams: (B, M, T) int32, the row each token came from; -1 after the end.
+        scores: (B, M) fp32.
+        done: (B, M) bool, whether the slot holds a hypothesis.
     """
 
     ids: Tensor
@@ -89,24 +104,30 @@ class Hypotheses:
     done: Tensor
 
     def keep(self, sentences: Tensor) -> "Hypotheses":
+        """Return the rows of the given sentences."""
         return Hypotheses(*(t[sentences] for t in (self.ids, self.beams, self.scores, self.done)))
 
     def put(self, sentences: Tensor, rows: "Hypotheses") -> None:
-        """Write the rows of some sentences into the table of all."""
-        for mine, theirs in zip(
+        """Overwrite the rows of the given sentences."""
+        for target, source in zip(
             (self.ids, self.beams, self.scores, self.done),
             (rows.ids, rows.beams, rows.scores, rows.done),
             strict=True,
         ):
-            mine[sentences] = theirs
+            target[sentences] = source
 
 
 class Choice(NamedTuple):
-    """What runs on, and what has finished.
+    """Result of one token selection: the beams that continue and the finished hypotheses.
 
-    parents, tokens, scores: (B, M), of the running beams. improvable: (B,), whether they could still finish better.
-    flags: (4, B) bool: whether the finished hypotheses have changed, whether one can still become better, whether all
-    M are there, and whether the search is over, for every sentence the same.
+    Attributes:
+        parents: (B, M) int64, the beam that each running beam continues.
+        tokens: (B, M) int64, the new token of each running beam.
+        scores: (B, M) fp32, running scores.
+        merged: finished hypotheses after this step.
+        improvable: (B,) bool, whether a running beam could still finish with a better score.
+        flags: (4, B) bool. Row 0: the finished hypotheses changed. Row 1: `improvable`. Row 2: all
+            M hypotheses are finished. Row 3: the search is over, equal for every sentence.
     """
 
     parents: Tensor
@@ -118,12 +139,12 @@ class Choice(NamedTuple):
 
 
 def read(flags: Tensor) -> list[list[bool]]:
-    """The values of flags (4, B), once the device has come so far."""
+    """Copy flags (4, B) to the host; blocks until the device has computed them."""
     return cast(Any, flags).tolist()
 
 
 def gather(table: Tensor, index: Tensor) -> Tensor:
-    """Return table (B, N) or (B, N, L) at index (B, K) of its second dimension."""
+    """Gather table (B, N) or (B, N, L) along its second dimension at index (B, K)."""
     return table.gather(
         1, index if table.dim() == 2 else index[:, :, None].expand(-1, -1, table.shape[2])
     )
@@ -131,19 +152,24 @@ def gather(table: Tensor, index: Tensor) -> Tensor:
 
 @dataclass
 class BeamSearch:
-    """One beam search: the running beams of B sentences and what has finished.
+    """State of one beam search: the running beams of B sentences and their finished hypotheses.
 
     Args:
         prompt: (B, P) int64, the tokens every beam starts with.
-        rule: candidates kept, ranking and stopping as the toolkit has them.
-        fill: token that fills a hypothesis beyond its end.
-        sample: draw the candidates instead of taking the best.
-        rank_drawn: sort the drawn candidates by score, best first; else they keep the order of the draw.
-        may_drop: whether finished sentences may leave the batch.
-        captured: whether the model's steps are, for a number of rows.
-        exact: whether log-probabilities are to be the toolkit's to the last bit, as those of models in fp64 can be.
-        wanted: asked behind every step; a sentence that is not leaves as one that has finished, with what it has.
-        on_step: called with this search behind every step but the last, before sentences leave.
+        rule: number of candidates, ranking and stopping, as in the toolkit.
+        stop: decides which candidates end.
+        transforms: applied to the log-probabilities in this order.
+        fill: token that pads a hypothesis after its end.
+        sample: sample the candidates instead of taking the best (beam sampling).
+        rank_drawn: sort sampled candidates by score, best first; otherwise keep the draw order.
+        may_drop: whether finished sentences may leave the batch (batch compaction).
+        captured: whether decode steps are captured, which takes one capture per batch size.
+        exact: compute log-probabilities that are bitwise equal to the toolkit's. This is possible
+            where the logits are equal, as with fp64 models.
+        trace: per-step tensors to record.
+        wanted: cancellation callback, polled after every step. A cancelled sentence is treated as
+            finished and returns the hypotheses it has.
+        on_step: called with this search after every step but the last, before sentences leave.
     """
 
     prompt: Tensor
@@ -159,7 +185,7 @@ class BeamSearch:
     trace: Trace = field(default_factory=Trace)
     wanted: Wanted | None = None
     on_step: Callable[["BeamSearch"], None] | None = None
-    memory: Memory = field(default_factory=Memory, init=False)  # of a step's log-probabilities
+    memory: Memory = field(default_factory=Memory, init=False)  # for a step's log-probabilities
 
     def __post_init__(self) -> None:
         b, p = self.prompt.shape
@@ -177,32 +203,30 @@ class BeamSearch:
             torch.full((b, m), self.rule.never, dtype=torch.float32, device=device),
             torch.zeros(b, m, dtype=torch.bool, device=device),
         )
-        self.sentences = torch.arange(
-            b, device=device, dtype=torch.int64
-        )  # which of all sentences the running rows are
-        self._first_rows = (
-            self.sentences[:, None] * m
-        )  # in the whole batch, as the toolkit counts them
-        self.result = self.finished  # all sentences; another table once some have left
+        # Index of each running sentence in the original batch, and its first row there.
+        self.sentences = torch.arange(b, device=device, dtype=torch.int64)
+        self._first_rows = self.sentences[:, None] * m
+        self.result = self.finished  # all sentences; a separate table once some have left
 
     @property
     def outcome(self) -> Hypotheses:
-        """The finished hypotheses of all sentences, once the search is over."""
+        """Finished hypotheses of all sentences; valid once the search is over."""
         if self.result is not self.finished:
             self.result.put(self.sentences, self.finished)
         return self.result
 
     @property
     def present(self) -> int:
-        """Sentences that have not left."""
+        """Number of sentences still in the batch."""
         return self.prompt.shape[0]
 
     @property
     def text(self) -> Text:
+        """Tokens of the running beams."""
         return Text(self.ids.flatten(0, 1)[:, : self.length], self.prompt.shape[1])
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
-        """Choose the next token of every beam; False when the search is over."""
+        """Select the next token of every beam; return False when the search is over."""
         values, beam, token = self._candidates(logits, self.text, torch.multinomial)
         hits = self.stop(
             token,
@@ -211,8 +235,9 @@ class BeamSearch:
             self._scores_so_far(),
         )
         chosen = self._chosen(Candidates(values, beam, token, hits), self._new_tokens() + 1)
-        changed, improvable, done, over = read(chosen.flags)  # the one read of the device in a step
-        # What finished is gathered from the tables as they are before the running beams move on.
+        # The only device-to-host read of a step.
+        changed, improvable, done, over = read(chosen.flags)
+        # Gather finished hypotheses before the tables of the running beams are reordered.
         if any(changed):
             self._finish(chosen.merged.order, beam, token, self._new_tokens())
         self.finished.scores, self.finished.done = chosen.merged.scores, chosen.merged.done
@@ -231,19 +256,30 @@ class BeamSearch:
         return True
 
     def _chosen(self, candidates: Candidates, new_tokens: int) -> Choice:
-        """What becomes of the candidates (B, K), of so many new tokens."""
+        """Apply the finishing rules to candidates (B, K): fused in C if possible, else in torch."""
         if not self.sample:
-            so_far = self.finished.scores, self.finished.done
-            found = self.rule.all_at_once(*candidates, so_far, self.improvable, new_tokens)
-            if found is not None:
-                merged = Merged(found.merged, found.merged_done, found.order)
+            finished = self.finished.scores, self.finished.done
+            fused_choice = self.rule.all_at_once(*candidates, finished, self.improvable, new_tokens)
+            if fused_choice is not None:
+                merged = Merged(fused_choice.merged, fused_choice.merged_done, fused_choice.order)
                 return Choice(
-                    found.parents, found.tokens, found.scores, merged, found.flags[1], found.flags
+                    fused_choice.parents,
+                    fused_choice.tokens,
+                    fused_choice.scores,
+                    merged,
+                    fused_choice.flags[1],
+                    fused_choice.flags,
                 )
         return self.by_rules(candidates, new_tokens)
 
     def by_rules(self, candidates: Candidates, new_tokens: int | Tensor) -> Choice:
-        """What becomes of the candidates (B, K), in torch; new_tokens: (1,) int64 where only the device knows."""
+        """Apply the finishing rules to candidates (B, K) in torch.
+
+        Args:
+            candidates: K continuations of each sentence.
+            new_tokens: tokens that a candidate has after the prompt; a (1,) int64 tensor if only
+                the device knows the count.
+        """
         values, beam, token, hits = candidates
         scores, order = self.rule.running(values, hits)
         merged = self.rule.merged(
@@ -263,9 +299,12 @@ class BeamSearch:
     def _candidates(
         self, logits: Tensor, text: Text, draw: Callable[[Tensor, int], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The K candidates of each sentence: running score, beam, token, each (B, K).
+        """Return running score, beam and token of the K candidates of each sentence, each (B, K).
 
-        draw: `torch.multinomial` or alike.
+        Args:
+            logits: (R, V), of the model's newest step.
+            text: tokens of the running beams.
+            draw: samples without replacement as `torch.multinomial` does.
         """
         b, m = self.scores.shape
         rows = logits.view(b, m, -1)
@@ -274,7 +313,7 @@ class BeamSearch:
             and fused(rows, self.rule.candidates, only_ban(self.transforms, text))
         ):  # fmt: skip
             transforms = sparse(self.transforms, text, logits.shape[1])
-            if transforms is not None:  # the log-probabilities are never written
+            if transforms is not None:  # the fused kernel never materialises log-probabilities
                 best = kbest(rows, self.scores, self.rule.candidates, transforms)
                 return (
                     best.values,
@@ -284,8 +323,8 @@ class BeamSearch:
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
-        normalised = log_softmax_reference if self.exact else log_softmax
-        log_probs = normalised(logits, out=self.memory.take(logits, *logits.shape))
+        normalise = log_softmax_reference if self.exact else log_softmax
+        log_probs = normalise(logits, out=self.memory.take(logits, *logits.shape))
         log_probs = apply_transforms(log_probs, text, self.transforms)
         if self.trace.scores is not None:
             self.trace.scores.append(log_probs.clone())
@@ -309,13 +348,13 @@ class BeamSearch:
         return None if self.trace.scores is None else tuple(self.trace.scores)
 
     def _extended(self, ids: Tensor, beam: Tensor, token: Tensor) -> Tensor:
-        """The candidates' tokens, (B * K, L + 1)."""
+        """Return the token ids of the candidates, (B * K, L + 1)."""
         return torch.cat([gather(ids[:, :, : self.length], beam), token[:, :, None]], 2).flatten(
             0, 1
         )
 
     def _tables(self, beam: Tensor, token: Tensor) -> list[Table]:
-        """The running beams' tables and what comes next to them: tokens (B, N) behind beams (B, N)."""
+        """Return the tables of the running beams with the next columns: beam and token (B, N)."""
         rows = beam + self._first_rows
         return [
             Table(self.ids, token[:, :, None], self.prompt.shape[1]),
@@ -323,12 +362,19 @@ class BeamSearch:
         ]
 
     def _finish(self, order: Tensor, beam: Tensor, token: Tensor, steps: int | Tensor) -> None:
-        """Rebuild the table of finished hypotheses: `order` (B, M) indexes finished ones, then candidates."""
+        """Rebuild the finished hypotheses from the previous ones and the candidates.
+
+        Args:
+            order: (B, M), indexes the M finished hypotheses first, then the K candidates.
+            beam: (B, K), the beam that each candidate continues.
+            token: (B, K), the new token of each candidate.
+            steps: new tokens of the running beams; a (1,) int64 tensor if only the device knows.
+        """
         finished = self.finished.ids, self.finished.beams
         finish_rows_(finished, self._tables(beam, token), order, beam, steps)
 
     def _leaving(self, improvable: list[bool], done: list[bool]) -> list[int]:
-        """The places of sentences that have finished, or that nobody waits for."""
+        """Return the batch indices of sentences that are settled or cancelled."""
         leaving = [
             self.rule.settled(open_, full) for open_, full in zip(improvable, done, strict=True)
         ]
@@ -340,11 +386,11 @@ class BeamSearch:
         return [place for place, leaves in enumerate(leaving) if leaves]
 
     def drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> None:
-        """Let the sentences leave that have finished, as `read` says of each."""
+        """Remove finished sentences; `improvable` and `done` are rows 1 and 2 of `read`."""
         self._drop(model, self._leaving(improvable, done))
 
     def _drop(self, model: Stepper, leaving: Sequence[int]) -> bool:
-        """Let sentences leave, when enough of them have gathered to pay for moving the others."""
+        """Compact the batch if enough sentences leave to pay for moving the others."""
         leaving = who_leaves(leaving, self.present, self.captured) if self.may_drop else ()
         if not leaving:
             return False

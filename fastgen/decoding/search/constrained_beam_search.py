@@ -1,9 +1,10 @@
-"""Constrained beam search: some beams of each sentence are those that come further with what its text has to hold.
+"""Constrained beam search: some beams are reserved for candidates that advance a constraint.
 
-Beside the best candidates stand those that bring a constraint forward. All are sorted into banks by how far they are,
-and beams are taken from the banks in turn, the furthest first.
+Each step extends the best candidates by those that advance a constraint. Candidates are sorted into
+banks by their progress. Beams are filled from the banks in turn, the most advanced bank first.
 
-Sources: Anderson et al. 2017 (constrained beam search); Post and Vilar 2018, section 3.2 (dynamic beam allocation).
+Sources: Anderson et al. 2017 (constrained beam search); Post and Vilar 2018, section 3.2 (dynamic
+beam allocation).
 """
 
 import struct
@@ -23,7 +24,12 @@ from fastgen.ops.selection.kbest import best_of_log_probs
 
 @dataclass
 class _Beams:
-    """What is known of a sentence's beams: how far each has come, and a number that stands for its text."""
+    """Constraint state of the beams of one sentence.
+
+    Attributes:
+        progress: progress of each beam.
+        texts: number that identifies the text of each beam; equal texts have equal numbers.
+    """
 
     progress: list[Progress]
     texts: list[int]
@@ -31,18 +37,18 @@ class _Beams:
 
 @dataclass(kw_only=True)
 class ConstrainedBeamSearch(PooledBeams):
-    """One constrained beam search.
+    """State of one constrained beam search.
 
     Args:
-        constraints: what each text has to hold; what its prompt holds counts.
-        returned: hypotheses of a sentence that are wanted: where fewer hold all, others are returned too.
+        constraints: constraints that each text must satisfy; its prompt counts too.
+        returned: number of hypotheses to return per sentence. If fewer satisfy all constraints,
+            others are returned as well.
     """
 
     constraints: Sequence[Constraint]
     returned: int = 1
-    known: list[_Beams] = field(
-        default_factory=list[_Beams], init=False
-    )  # of the present sentences
+    # One entry per sentence in the batch.
+    known: list[_Beams] = field(default_factory=list[_Beams], init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +60,7 @@ class ConstrainedBeamSearch(PooledBeams):
             self.known.append(_Beams([progress] * self.beams, [0] * self.beams))
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
-        """Choose the next token of every beam; False when the search is over."""
+        """Select the next token of every beam; return False when the search is over."""
         b, m = self.scores.shape
         logits = logits.float()
         if self.trace.logits is not None:
@@ -64,12 +70,12 @@ class ConstrainedBeamSearch(PooledBeams):
         ).view(b, m, -1)
         if self.trace.scores is not None:
             self.trace.scores.append(log_probs.flatten(0, 1).clone())
-        found = next_of(
+        ranked = next_of(
             *best_of_log_probs(log_probs, self.scores, self.candidates), log_probs.shape[2]
         )
         steps = self._steps(log_probs)
         beams: list[list[Next]] = []
-        for place, (candidates, forward) in enumerate(zip(found, steps, strict=True)):
+        for place, (candidates, forward) in enumerate(zip(ranked, steps, strict=True)):
             pool = self.pools[self.sentences[place]][0]
             if pool.done:
                 beams.append(self.idle(0))
@@ -79,71 +85,92 @@ class ConstrainedBeamSearch(PooledBeams):
         return self.move(model, beams)
 
     def may_end(self, place: int, beam: int) -> bool:
+        """Return whether a beam satisfies all constraints, so that it may end."""
         return self.known[place].progress[beam].complete
 
     def drop(self, staying: list[int]) -> None:
+        """Keep only the sentences at these batch indices."""
         super().drop(staying)
         self.known = [self.known[place] for place in staying]
 
     def close(self, place: int, totals: list[float]) -> None:
-        """Put what still runs of a sentence into its pool: what holds all, and where that is too little, the rest."""
+        """Add the running beams of a sentence to its pool.
+
+        Beams that satisfy all constraints come first. The others follow only if there are fewer
+        than `returned` such beams.
+        """
         pool = self.pools[self.sentences[place]][0]
         if pool.done:
             return
-        whole = [beam for beam in range(self.beams) if self.may_end(place, beam)]
-        others = (
-            [beam for beam in range(self.beams) if beam not in whole]
-            if len(whole) < self.returned
+        complete = [beam for beam in range(self.beams) if self.may_end(place, beam)]
+        incomplete = (
+            [beam for beam in range(self.beams) if beam not in complete]
+            if len(complete) < self.returned
             else []
         )
-        for beam in (*whole, *others):
+        for beam in (*complete, *incomplete):
             pool.add(totals[beam], self.new_tokens, *self.of_beam(place, beam))
 
     def _steps(self, log_probs: Tensor) -> list[list[Next]]:
-        """Each way to bring a beam of a sentence forward, for all sentences, from one read of log_probs (B, M, V)."""
-        wanted = [
+        """Return all candidates that advance a constraint, for each sentence.
+
+        Args:
+            log_probs: (B, M, V); read from the device once.
+        """
+        advancing = [
             (place, beam, token)
             for place, known in enumerate(self.known)
             for beam, progress in enumerate(known.progress)
             for token in dict.fromkeys(progress.wanted)
         ]
         steps: list[list[Next]] = [[] for _ in self.known]
-        if wanted:
-            at = torch.tensor(wanted, device=log_probs.device, dtype=torch.int64).unbind(1)
+        if advancing:
+            at = torch.tensor(advancing, device=log_probs.device, dtype=torch.int64).unbind(1)
             totals: list[float] = cast(Any, log_probs[at] + self.scores[at[:2]]).tolist()
-            for (place, beam, token), total in zip(wanted, totals, strict=True):
+            for (place, beam, token), total in zip(advancing, totals, strict=True):
                 steps[place].append(Next(total, beam, token))
         return steps
 
     def _allocated(self, place: int, chosen: list[Next], steps: list[Next]) -> list[Next]:
-        """The beams of a sentence: of the best candidates and the ways forward, those that the banks give."""
+        """Allocate the beams of a sentence to its candidates and update its constraint state.
+
+        Args:
+            place: batch index of the sentence.
+            chosen: the best candidates, best first.
+            steps: candidates that advance a constraint.
+        """
         known = self.known[place]
         texts: dict[tuple[int, int], int] = {}
         for one in chosen:
             texts.setdefault((known.texts[one.parent], one.token), len(texts))
-        given = list(chosen)
-        for one in steps:  # two beams have one text where all begin
+        candidates = list(chosen)
+        for one in steps:  # several beams can hold the same text, as all do at the start
             text = known.texts[one.parent], one.token
             if text not in texts:
                 texts[text] = len(texts)
-                given.append(one)
-        progress = [known.progress[one.parent].behind(one.token) for one in given]
+                candidates.append(one)
+        progress = [known.progress[one.parent].behind(one.token) for one in candidates]
         order = (
             range(len(chosen))
-            if len(given) == len(chosen)
-            else _in_turn(progress, given)[: self.beams]
+            if len(candidates) == len(chosen)
+            else _in_turn(progress, candidates)[: self.beams]
         )
         self.known[place] = _Beams(
             [progress[i] for i in order],
-            [texts[known.texts[given[i].parent], given[i].token] for i in order],
+            [texts[known.texts[candidates[i].parent], candidates[i].token] for i in order],
         )
-        return [given[i] for i in order]
+        return [candidates[i] for i in order]
 
 
 def _in_turn(progress: Sequence[Progress], given: Sequence[Next]) -> list[int]:
-    """The candidates in the order of their banks: the best of each bank, the furthest first, then the second best."""
+    """Return candidate indices, round-robin over the banks.
+
+    The best candidate of each bank comes first, the most advanced bank leading; then the second
+    best of each bank, and so on.
+    """
     banks = [one.bank for one in progress]
-    # Sorted by one number, of which fp32 keeps little behind a high bank: then the candidate that came first is first.
+    # transformers 4 sorts by this single fp32 number. At a high bank little of the score remains,
+    # and among equal ranks the earlier candidate wins.
     ranks = [_fp32(bank * 100 + one.score) for bank, one in zip(banks, given, strict=True)]
     order = sorted(range(len(given)), key=lambda i: -ranks[i])
     turns: list[int] = []
@@ -153,5 +180,5 @@ def _in_turn(progress: Sequence[Progress], given: Sequence[Next]) -> list[int]:
 
 
 def _fp32(value: float) -> float:
-    """The nearest number of single precision."""
+    """Round to single precision."""
     return struct.unpack("f", struct.pack("f", value))[0]

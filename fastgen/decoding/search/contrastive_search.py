@@ -1,7 +1,8 @@
-"""Contrastive search: of the likeliest tokens the one that is likely and unlike the text so far, as the model sees it.
+"""Contrastive search: select a probable token whose hidden state differs from those of the text.
 
-The candidates of a step run as the beams of a sentence do, each one token behind the same text; the one that is chosen
-has been run then, so that its logits are those of the next step.
+The M most probable tokens of each sentence are its candidates. They run through the model as its
+beams, each one token after the same text. The selected candidate has therefore already run, and its
+logits are those of the next step.
 
 Source: Su et al. 2022 (A Contrastive Framework for Neural Text Generation), section 4.
 """
@@ -26,24 +27,32 @@ from fastgen.decoding.search.stopping import Stop
 
 
 class SeeingStepper(Stepper, Protocol):
-    """A stepper that keeps what its model's head has read last."""
+    """Stepper that exposes the last hidden states, the input of the model's head."""
 
     @property
     def hidden(self) -> Tensor:
-        """(B or R, P, C) behind the prompt, whose rows are alike within a sentence; (R, 1, C) behind a step."""
+        """Last hidden states of the newest call.
+
+        (B or R, P, C) after prefill, where all rows of a sentence are equal; (R, 1, C) after a
+        decode step.
+        """
         ...
 
 
 @dataclass
 class ContrastiveSearch:
-    """One contrastive search of B sentences with M candidates each.
+    """State of one contrastive search over B sentences with M candidates each.
 
     Args:
         ids: (B, P) int64, the prompt of each sentence.
-        mask: (B, P), 0 where a prompt is padding, which no token is compared with; None where nothing is.
-        penalty: how much being unlike counts, from 0 to 1 (alpha).
-        pad: token that finished sentences go on with, None to let them run on.
-        may_drop: whether finished sentences may leave the batch.
+        mask: (B, P), 0 at padding, which takes no part in the comparison; None without padding.
+        candidates: M.
+        penalty: weight of the degeneration penalty, from 0 to 1 (alpha).
+        stop: decides which sentences end.
+        transforms: applied to the logits in this order.
+        pad: token that extends finished sentences; None to keep extending them with their own.
+        may_drop: whether finished sentences may leave the batch (batch compaction).
+        trace: per-step tensors to record.
         on_step: called with the new tokens (B,) of every step.
     """
 
@@ -61,28 +70,29 @@ class ContrastiveSearch:
     def __post_init__(self) -> None:
         self.prompt_length = self.ids.shape[1]
         self.running = torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
-        self.rows = torch.arange(
-            len(self.ids), device=self.ids.device, dtype=torch.int64
-        )  # which of all sentences the present ones are
-        self.outcome = self.ids  # (B, P + T), those that have left included
-        self.seen: Tensor | None = (
-            None  # (B, L, C), of length 1, what the model has seen of the text
-        )
+        # Index of each sentence of the current batch in the original one.
+        self.rows = torch.arange(len(self.ids), device=self.ids.device, dtype=torch.int64)
+        self.outcome = self.ids  # (B, P + T), of all sentences, including those that have left
+        self.seen: Tensor | None = None  # (B, L, C), hidden states of the text, normalised
         self.tokens = self.probabilities = self.ids[:, :0]  # (B, M), the candidates
 
     @property
     def present(self) -> int:
-        """Sentences that have not left."""
+        """Number of sentences still in the batch."""
         return len(self.ids)
 
     @property
     def text(self) -> Text:
-        """The sentences with each of their candidates."""
+        """Tokens of the B * M rows: each sentence extended by each of its candidates."""
         ids = self.ids.repeat_interleave(self.candidates, 0)
         return Text(torch.cat([ids, self.tokens.reshape(-1, 1)], 1), self.prompt_length)
 
     def advance(self, model: SeeingStepper, logits: Tensor) -> bool:
-        """Choose a candidate of every sentence, and the next ones; False when all have ended."""
+        """Select a candidate per sentence, then propose the next ones.
+
+        Returns:
+            False when all sentences have ended.
+        """
         hidden = torch.nn.functional.normalize(model.hidden, dim=2)
         if self.seen is None:
             self.seen = hidden[:: len(hidden) // len(self.ids)]
@@ -100,28 +110,33 @@ class ContrastiveSearch:
         return True
 
     def _chosen(self, seen: Tensor, hidden: Tensor) -> Tensor:
-        """The best candidate (B, 1) of each sentence, from what the model sees in each, (B, M, C) of length 1."""
-        likeness = torch.matmul(hidden, seen.transpose(1, 2))
+        """Return the best candidate (B, 1) of each sentence and append its hidden state to `seen`.
+
+        Args:
+            seen: (B, L, C), normalised hidden states of the text.
+            hidden: (B, M, C), normalised hidden states of the candidates.
+        """
+        similarity = torch.matmul(hidden, seen.transpose(1, 2))
         if self.mask is not None:
             padding = torch.nn.functional.pad(
                 self.mask == 0, (0, seen.shape[1] - self.mask.shape[1])
             )
-            likeness = likeness.masked_fill(padding[:, None], torch.finfo(likeness.dtype).min)
-        scores = (1.0 - self.penalty) * self.probabilities - self.penalty * likeness.amax(2)
+            similarity = similarity.masked_fill(padding[:, None], torch.finfo(similarity.dtype).min)
+        scores = (1.0 - self.penalty) * self.probabilities - self.penalty * similarity.amax(2)
         chosen = scores.argmax(1, keepdim=True)
         newest = hidden.gather(1, chosen[:, :, None].expand(-1, -1, hidden.shape[2]))
         self.seen = torch.cat([seen, newest], 1)
         return chosen
 
     def _extend(self, tokens: Tensor) -> bool:
-        """Let each sentence have one more token; False when all have ended."""
+        """Append one token to each sentence; return False when all have ended."""
         if self.pad is not None:
             tokens = torch.where(self.running, tokens, self.pad)
         self.ids = torch.cat([self.ids, tokens[:, None]], 1)
         if self.trace.chosen is not None:
-            of_present = chosen_of(self._scores, tokens).where(self.running, 0.0)
+            log_probs = chosen_of(self._scores, tokens).where(self.running, 0.0)
             self.trace.chosen.append(
-                of_present.new_zeros(len(self.outcome)).index_copy_(0, self.rows, of_present)
+                log_probs.new_zeros(len(self.outcome)).index_copy_(0, self.rows, log_probs)
             )
         column = tokens
         if self.pad is not None and self.present < len(self.outcome):
@@ -136,7 +151,7 @@ class ContrastiveSearch:
         return bool(self.running.any())
 
     def _leave(self, model: Stepper, logits: Tensor) -> Tensor:
-        """Let finished sentences leave, when enough of them have gathered; return the logits of those that stay."""
+        """Compact the batch if enough sentences have finished; return the logits of the others."""
         if not self.may_drop:
             return logits
         alive: list[bool] = cast(Any, self.running).tolist()
@@ -154,7 +169,7 @@ class ContrastiveSearch:
         return logits[stay]
 
     def _propose(self, logits: Tensor) -> None:
-        """Take the likeliest tokens, by logits (B, V), for candidates."""
+        """Make the M most probable tokens under logits (B, V) the candidates of the next step."""
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits)

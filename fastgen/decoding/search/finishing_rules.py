@@ -1,4 +1,4 @@
-"""The finishing rules of beam search, one object per toolkit: what lives on, what finishes, when it is over."""
+"""Finishing rules of beam search: which beams continue or finish, and when the search is over."""
 
 import functools
 from collections.abc import Iterable
@@ -13,11 +13,17 @@ from fastgen.ops.dispatch import chosen, in_c, in_memory, never, plain, use_trit
 from fastgen.ops.selection import choice
 
 WORST = 100.0
-"""What no hypothesis loses per token on average, in natural log: log-probabilities of likely tokens are above -12."""
+"""Upper bound on a hypothesis' mean loss per token, in nats. Likely tokens lose less than 12."""
 
 
 class Merged(NamedTuple):
-    """The finished hypotheses after a step: scores, done (B, M); order (B, M) into M old ones, then K candidates."""
+    """Finished hypotheses after a step.
+
+    Attributes:
+        scores: (B, M) fp32, best first.
+        done: (B, M) bool, whether the slot holds a hypothesis.
+        order: (B, M) int64, indexes the M previous hypotheses first, then the K candidates.
+    """
 
     scores: Tensor
     done: Tensor
@@ -25,7 +31,16 @@ class Merged(NamedTuple):
 
 
 def length_powers(lengths: Iterable[int], exponent: float, scores: Tensor) -> Tensor:
-    """Lengths to the power of an exponent, (N,), as `per_power` takes them for such scores."""
+    """Return lengths to the power of an exponent, in the form that `per_power` expects.
+
+    Args:
+        lengths: N lengths.
+        exponent: the length penalty.
+        scores: their dtype and device are those of the result.
+
+    Returns:
+        (N,), powers on a CPU and reciprocals of powers on CUDA.
+    """
     powers = torch.tensor(
         [length**exponent for length in lengths], dtype=scores.dtype, device=scores.device
     )
@@ -33,18 +48,25 @@ def length_powers(lengths: Iterable[int], exponent: float, scores: Tensor) -> Te
 
 
 def per_power(scores: Tensor, powers: Tensor) -> Tensor:
-    """Scores divided by powers of lengths, rounded as by a number: CUDA multiplies by the reciprocal of a number."""
+    """Divide scores by powers from `length_powers`, rounded as a division by a Python number.
+
+    CUDA divides by a Python number by multiplying with its reciprocal.
+    """
     return scores * powers if scores.device.type == "cuda" else scores / powers
 
 
 @dataclass
 class TransformersRule:
-    """The rules of transformers 5 (`GenerationMixin._beam_search` and its helpers).
+    """Finishing rules of transformers 5 (`GenerationMixin._beam_search` and its helpers).
 
     Args:
-        beams: M. max_length: of prompt and new tokens. prompt_length: tokens of the prompt.
-        ends: how many token ids end a hypothesis. length_penalty: the exponent of a hypothesis' length.
+        beams: M.
+        max_length: maximum number of tokens, prompt included.
+        prompt_length: number of prompt tokens.
+        ends: number of token ids that end a hypothesis.
+        length_penalty: exponent of a hypothesis' length.
         early_stopping: True, False or "never", as in GenerationConfig.
+        never: added to scores that must not be selected; also the score of an empty slot.
     """
 
     beams: int
@@ -54,15 +76,15 @@ class TransformersRule:
     length_penalty: float
     early_stopping: bool | Literal["never"]
     never: float = -1.0e9
-    _powers: Tensor | None = field(default=None, init=False)  # of lengths
+    _powers: Tensor | None = field(default=None, init=False)
 
     @property
     def candidates(self) -> int:
-        """K: enough that M candidates live on when every beam ends in every way it can."""
+        """K, so large that M candidates continue even if every beam ends in every way it can."""
         return max(2, 1 + self.ends) * self.beams
 
     def running(self, values: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores and the indices, (B, M) each, of the candidates that live on."""
+        """Return scores and indices, (B, M) each, of the candidates that continue."""
         scores, order = torch.topk(values + hits.to(torch.float32) * self.never, self.beams)
         return scores, order
 
@@ -75,14 +97,22 @@ class TransformersRule:
         improvable: Tensor,
         new_tokens: int | Tensor,
     ) -> Merged:
-        """Rank what finished among the M best candidates with what had finished before.
+        """Merge candidates that finish with the previous hypotheses and keep the M best.
 
-        new_tokens: how many a candidate has; (1,) int64 where only the device knows.
+        Only the M best candidates of a sentence can finish.
+
+        Args:
+            scores: (B, M) fp32, of the previous hypotheses.
+            done: (B, M) bool, which of their slots are filled.
+            values: (B, K) fp32, running scores of the candidates, descending.
+            hits: (B, K) bool, which candidates end.
+            improvable: (B,) bool, whether the sentence still accepts hypotheses.
+            new_tokens: new tokens of a candidate; a (1,) int64 tensor if only the device knows.
         """
         finishing = hits.clone()
         finishing[:, self.beams :] = False
         ranked = self._per_length(values, new_tokens)
-        # Added one after the other, as the sums round that way.
+        # Added one at a time, because the rounding depends on it.
         if self.early_stopping is True:
             ranked = ranked + done.all(1, keepdim=True).to(torch.float32) * self.never
         ranked = torch.where(improvable[:, None], ranked, ranked + self.never)
@@ -92,15 +122,25 @@ class TransformersRule:
         return Merged(best, torch.cat([done, finishing], 1).gather(1, order), order)
 
     def all_at_once(
-        self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, finished: tuple[Tensor, Tensor],
-        improvable: Tensor, new_tokens: int,
+        self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor,
+        finished: tuple[Tensor, Tensor], improvable: Tensor, new_tokens: int,
     ) -> "native.Chosen | None":  # fmt: skip
-        """All that follows for candidates (B, K), in descending order; None where C does not run, or cannot decide.
+        """Apply all rules of a step in one C call.
 
-        finished: scores and done (B, M), of the hypotheses.
+        Args:
+            values: (B, K) fp32, running scores of the candidates, descending.
+            beam: (B, K) int64, the beam that each candidate continues.
+            token: (B, K) int64, its new token.
+            hits: (B, K) bool, whether it ends.
+            finished: scores and done, (B, M) each, of the finished hypotheses.
+            improvable: (B,) bool, whether the sentence still accepts hypotheses.
+            new_tokens: new tokens of a candidate.
+
+        Returns:
+            None if C does not run or cannot decide, for example between equal values.
         """
         (b, k), m, (scores, done) = values.shape, self.beams, finished
-        able = lambda: (
+        able = lambda: (  # noqa: E731
             self.ranks_apart
             and k + m <= native.RANKED
             and plain(values, scores)
@@ -134,8 +174,17 @@ class TransformersRule:
     def in_place(
         self, candidates: choice.Candidates, state: choice.State, new_tokens: Tensor
     ) -> choice.Chosen | None:
-        """All that follows for candidates, the new state written where it was; None where kernels do not run."""
-        able = lambda: choice.covered(candidates.values, self.beams)
+        """Apply all rules of a step in Triton kernels, which update `state` in place.
+
+        Args:
+            candidates: K continuations of each sentence.
+            state: scores and flags of the search.
+            new_tokens: (1,) int64, new tokens of a candidate.
+
+        Returns:
+            None if the kernels do not run.
+        """
+        able = lambda: choice.covered(candidates.values, self.beams)  # noqa: E731
         if not use_triton("choice", able, candidates.values, *candidates[1:], *state, new_tokens):
             return None
         powers = self._powers_of_lengths(candidates.values)
@@ -144,11 +193,11 @@ class TransformersRule:
 
     @functools.cached_property
     def ranks_apart(self) -> bool:
-        """Whether all that has finished ranks above every slot that is empty, whose score is `never`.
+        """Whether every finished hypothesis ranks above every empty slot, whose score is `never`.
 
-        Then the order of empty slots, among which stock has candidates that have not finished, is of no matter. Where
-        a negative penalty multiplies scores to less than `never`, or a power of a length is no number, torch ranks, in
-        stock's order.
+        If so, the order of empty slots does not matter; transformers fills them with unfinished
+        candidates. If not, the rules run in torch, which keeps the order of transformers: a
+        negative penalty may scale scores to less than `never`, or a power of a length may overflow.
         """
         longest = float(max(1, self.max_length - self.prompt_length))
         try:
@@ -159,34 +208,46 @@ class TransformersRule:
 
     @property
     def far(self) -> int | None:
-        """The length by which running beams are judged, if it is not their own."""
-        from_afar = self.early_stopping == "never" and self.length_penalty > 0.0
-        return self.max_length - self.prompt_length if from_afar else None
+        """New tokens at which running beams are scored, or None if it is their own length."""
+        at_max_length = self.early_stopping == "never" and self.length_penalty > 0.0
+        return self.max_length - self.prompt_length if at_max_length else None
 
     def _per_length(self, scores: Tensor, length: int | Tensor) -> Tensor:
-        """Scores divided by a length to the power of the penalty."""
+        """Divide scores by length to the power of the length penalty."""
         if isinstance(length, int):
             return scores / (length**self.length_penalty)
         return per_power(scores, self._powers_of_lengths(scores).index_select(0, length))
 
     def _powers_of_lengths(self, scores: Tensor) -> Tensor:
-        """`length_powers` of all lengths, 0 as 1."""
+        """Return `length_powers` of all lengths from 0 on; length 0 counts as 1."""
         if self._powers is None or self._powers.device != scores.device:
             lengths = range(self.max_length - self.prompt_length + 1)
             self._powers = length_powers((max(n, 1) for n in lengths), self.length_penalty, scores)
         return self._powers
 
     def improvable(self, best: Tensor, merged: Merged, new_tokens: int | Tensor) -> Tensor:
-        """Whether the best running beam (B,) could still beat the worst finished hypothesis."""
-        possible = self._per_length(best[:, None], self.far or new_tokens)
+        """Return whether the best running beam could still beat the worst hypothesis, (B,) bool.
+
+        Args:
+            best: (B,) fp32, running score of the best beam.
+            merged: finished hypotheses after this step.
+            new_tokens: new tokens of a running beam; a (1,) int64 tensor if only the device knows.
+        """
+        attainable = self._per_length(best[:, None], self.far or new_tokens)
         worst = torch.where(merged.done, merged.scores.min(1, keepdim=True)[0], self.never)
-        return (possible > worst).any(1)
+        return (attainable > worst).any(1)
 
     def settled(self, improvable: bool, done: bool) -> bool:
-        """Whether nothing that a sentence still does can change its hypotheses."""
+        """Return whether the hypotheses of a sentence are final, from rows 1 and 2 of its flags."""
         return done and (not improvable or self.early_stopping is True)
 
     def over(self, improvable: Tensor, done: Tensor, all_hit: Tensor) -> Tensor:
-        """Whether the search is over, from what holds for each sentence (B,)."""
+        """Return whether the search is over, as a 0-dim bool tensor.
+
+        Args:
+            improvable: (B,) bool, see `improvable`.
+            done: (B,) bool, whether all M hypotheses are finished.
+            all_hit: (B,) bool, whether all candidates end.
+        """
         over = ~improvable.any() | all_hit.all()
         return over | done.all() if self.early_stopping is True else over

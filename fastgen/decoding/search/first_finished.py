@@ -1,9 +1,9 @@
-"""Beam search that ends a sentence with its M-th finished hypothesis, and keeps hypotheses in the order they finish.
+"""Beam search that ends a sentence with its M-th finished hypothesis, as fairseq does.
 
-A candidate that ends is a hypothesis if it is among the M best of its step; from the others the M best running ones go
-on. So a sentence has as many running beams as ever until it is over, and a better hypothesis found later never drives
-out an earlier one. fairseq searches this way. What differs from `beam_search` is the finishing alone: keys and
-values, ancestry, selection and shrinking are the same.
+A candidate that ends becomes a hypothesis if it is among the M best of its step. The M best of the
+other candidates continue. A sentence therefore keeps M running beams until it is over, and a better
+hypothesis never replaces an earlier one. Only the finishing differs from `beam_search`: KV cache,
+ancestry, token selection and batch compaction are the same.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -22,10 +22,13 @@ from fastgen.ops.tables import Table, extend_rows_
 
 
 class Prediction(NamedTuple):
-    """What a model says of the next token of each text.
+    """Model output for the next token of each text.
 
-    log_probs: makes log-probabilities (R, V), or (B, V) in the first step, the caller's to change.
-    logits: of the same shape, whose log-softmax in fp32 they are, nobody's to change; None where there are none such.
+    Attributes:
+        log_probs: computes log-probabilities (R, V), or (B, V) in the first step. The caller may
+            modify the result.
+        logits: logits of the same shape whose fp32 log-softmax equals `log_probs`; None if there
+            are no such logits. Read-only.
     """
 
     log_probs: Callable[[], Tensor]
@@ -33,38 +36,48 @@ class Prediction(NamedTuple):
 
 
 StepOutput = tuple[Prediction, Tensor | None]
-"""What a model's step returns: the prediction; attention over the source, (R, S) or (B, S), or None."""
+"""Result of a decode step: the prediction, and cross-attention weights (R, S) or (B, S) or None."""
 
 
 class Stepper(Protocol):
-    """A model that decodes R = B * M rows, one token each at a time."""
+    """Model that runs decode steps over R = B * M rows, one token per row and step."""
 
     @property
     def ancestry(self) -> Ancestry:
-        """What `reorder` changes, and nothing else."""
+        """Ancestry table, the only state that `reorder` changes."""
         ...
 
     def step(self, ids: Tensor) -> StepOutput:
         """Run the newest token of each text.
 
-        ids: (R, L) int64; in the first step (B, 1), what all beams of a sentence begin with.
+        Args:
+            ids: (R, L) int64; (B, 1) in the first step, the token that all beams start with.
         """
         ...
 
     def reorder(self, parents: Tensor) -> None:
-        """Let row b * M + m continue beam parents[b, m]; parents (B, M) int64."""
+        """Make row b * M + m continue beam parents[b, m]; parents is (B, M) int64."""
         ...
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:
-        """Keep these sentences, int64 indices into the present ones.
+        """Keep only the given sentences of the batch.
 
-        in_order: they are ascending; otherwise each stays at its place or comes from behind all that are kept.
+        Args:
+            sentences: int64 indices into the current batch.
+            in_order: whether they are ascending. Otherwise a kept sentence either stays at its
+                index or moves from the tail of the batch to a freed index.
         """
         ...
 
 
 class Candidates(NamedTuple):
-    """The K best continuations of each sentence, best first, K >= M: running scores, tokens and beams, (B, K) each."""
+    """The K >= M best continuations of each sentence, best first.
+
+    Attributes:
+        scores: (B, K), running scores.
+        tokens: (B, K) int64.
+        beams: (B, K) int64, the beam that each continues.
+    """
 
     scores: Tensor
     tokens: Tensor
@@ -72,42 +85,60 @@ class Candidates(NamedTuple):
 
 
 class Search(Protocol):
-    """Edits what a model predicts and chooses the candidates of a step."""
+    """Selection of a step's candidates from the model's prediction."""
 
     plain: bool
-    """Whether it looks at nothing but one sentence's scores, so that sentences may leave late and change places."""
+    """Whether selection depends on the scores of one sentence alone.
+
+    If so, finished sentences may stay in the batch for a while, and sentences may be reordered.
+    """
 
     @property
     def transforms(self) -> Sequence[LogitsTransform]:
-        """What it does to log-probabilities before it chooses, where `phase` is not None."""
+        """Transforms applied to the log-probabilities in steps whose `phase` is not None."""
         ...
 
     def __call__(self, prediction: Prediction, state: "FirstFinished") -> Candidates:
-        """Choose for R rows, or for B: then the first beam of each sentence is the only one."""
+        """Select candidates from a prediction for R rows, or for B rows with one beam each."""
         ...
 
     def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
-        """Choose by logits (B, N, V) alone, of texts with N beams per sentence and running scores (B, N)."""
+        """Select candidates from logits alone.
+
+        Args:
+            logits: (B, N, V), of texts with N beams per sentence.
+            text: tokens of these texts.
+            scores: (B, N), running scores.
+            beams: M.
+        """
         ...
 
     def phase(self, step: int) -> Hashable | None:
-        """What `of_logits` makes of the number of a step: where it is equal it does the same.
+        """Return a key of what `of_logits` does at a step: equal keys mean equal operations.
 
-        None where the candidates of a step come in another way.
+        Returns:
+            None if the step selects its candidates without `of_logits`.
         """
         ...
 
     def kept(self, sentences: Tensor) -> None:
-        """Only these sentences go on."""
+        """Note that only these sentences stay in the batch."""
         ...
 
     def continued(self, order: Tensor) -> None:
-        """These candidates (B, M) go on."""
+        """Note which candidates continue; order is (B, M) int64 into the K candidates."""
         ...
 
 
 class Hypothesis(NamedTuple):
-    """tokens (T,) int64 with the end; score 0-dim; token_scores (T,), natural log; attention (S, T) or None."""
+    """Finished hypothesis.
+
+    Attributes:
+        tokens: (T,) int64, end token included.
+        score: 0-dim.
+        token_scores: (T,), natural log.
+        attention: (S, T), cross-attention weights, or None.
+    """
 
     tokens: Tensor
     score: Tensor
@@ -116,7 +147,10 @@ class Hypothesis(NamedTuple):
 
 
 def best(log_probs: Tensor, scores: Tensor, beams: int) -> Candidates:
-    """The 2 * M best of log_probs (B, N, V) + scores (B, N), so that M go on whatever ends."""
+    """Return the 2 * M best of log_probs (B, N, V) + scores (B, N).
+
+    At most M of them end, so that M can continue.
+    """
     vocabulary = log_probs.shape[2]
     values, index = best_of_log_probs(log_probs, scores, count_of(log_probs, beams))
     return Candidates(values, index % vocabulary, index // vocabulary)
@@ -125,29 +159,34 @@ def best(log_probs: Tensor, scores: Tensor, beams: int) -> Candidates:
 def best_of_logits(
     logits: Tensor, scores: Tensor, beams: int, transforms: LogitsUpdates
 ) -> Candidates:
-    """What `best` finds in the log-softmax of logits (B, N, V), with NaN replaced by -inf and edited."""
+    """Return `best` of the log-softmax of logits (B, N, V).
+
+    NaN is replaced by -inf before the transforms are applied.
+    """
     vocabulary = logits.shape[2]
-    found = kbest(logits, scores, count_of(logits, beams), transforms, without_nan=True)
-    return Candidates(found.values, found.indices % vocabulary, found.indices // vocabulary)
+    selected = kbest(logits, scores, count_of(logits, beams), transforms, without_nan=True)
+    return Candidates(
+        selected.values, selected.indices % vocabulary, selected.indices // vocabulary
+    )
 
 
 def differences(reached: Tensor) -> Tensor:
-    """The scores of single tokens, of running scores (N, T); may work in place."""
+    """Return token scores (N, T) from running scores (N, T), which are overwritten."""
     reached[:, 1:] = reached[:, 1:] - reached[:, :-1]
     return reached
 
 
 def count_of(rows: Tensor, beams: int) -> int:
-    """How many candidates of rows (B, N, V) there are."""
+    """Return the number of candidates per sentence for rows (B, N, V)."""
     return min(2 * beams, rows.shape[1] * rows.shape[2] - 1)
 
 
 class Attention:
-    """What each beam's tokens attended to: written once per step, never moved; a table says whose row is whose.
+    """Cross-attention weights of all steps, written once per step and never moved.
 
     Attributes:
-        origins: (B, M, T) int64, the beams that a beam's text came by: in which it was when it got each token.
-        rows: (T, B, M, S), with room to grow.
+        origins: (B, M, T) int64, the beam that a running text was in when it got each token.
+        rows: (T, B, M, S) fp32, with room to grow.
     """
 
     def __init__(
@@ -157,7 +196,7 @@ class Attention:
         self.rows = torch.empty(0, sentences, beams, width, dtype=torch.float32, device=device)
 
     def make_room(self, step: int, steps: int = 1) -> None:
-        """Make room for what is written in so many steps, of which this is the first."""
+        """Grow `rows` so that `steps` steps can be written from `step` on."""
         longest = self.origins.shape[2]
         least = min(step + steps, max(step + 1, longest))
         if least > self.rows.shape[0]:
@@ -170,9 +209,11 @@ class Attention:
             self.rows = grown
 
     def write(self, attention: Tensor, step: int | Tensor) -> None:
-        """Note a step's attention over the source, (B * M, S) or (B, S).
+        """Store a step's cross-attention weights.
 
-        step: its number; (1,) int64 where only the device knows.
+        Args:
+            attention: (B * M, S) or (B, S).
+            step: index of the step; a (1,) int64 tensor if only the device knows it.
         """
         attention = attention.view(self.rows.shape[1], -1, attention.shape[1])
         if isinstance(step, Tensor):
@@ -183,27 +224,39 @@ class Attention:
             self.rows[step] = attention
 
     def keep(self, sentences: Tensor) -> None:
+        """Keep only the given sentences, int64 indices into the current batch."""
         self.origins, self.rows = self.origins[sentences], self.rows[:, sentences]
 
     def of(self, sentences: Tensor, origins: Tensor) -> Tensor:
-        """(N, S, T) fp32 of texts of sentences (N,) that came by the beams origins (N, T)."""
+        """Return the weights (N, S, T) fp32 of N texts.
+
+        Args:
+            sentences: (N,) int64, sentence of each text.
+            origins: (N, T) int64, the beam that a text was in at each step.
+        """
         step = torch.arange(origins.shape[1], device=sentences.device, dtype=torch.int64)
         return self.rows[step, sentences[:, None], origins].transpose(1, 2)
 
 
 @dataclass
 class FirstFinished:
-    """One search over B sentences.
+    """State of one search over B sentences.
 
     Args:
-        start: token that every text begins with.
-        end: token that ends one.
-        pad: token that fills the table of tokens.
-        longest: tokens of a hypothesis at most, its end not counted.
+        sentences: B.
+        beams: M.
+        start: token that every text starts with.
+        end: token that ends a text.
+        pad: token that fills unused columns of the token table.
+        longest: maximum number of tokens of a hypothesis, end token excluded.
+        search: selects the candidates of each step.
+        device: device of the tables.
         normalize: divide a hypothesis' score by its length to the power of `length_penalty`.
-        no_longer_than: (B,), tokens beyond which a hypothesis' score is -inf, or None.
-        captured: whether the model's steps are, for a number of rows.
-        stop_at_longest: whether a search that has come to `longest` is over, whatever has finished.
+        length_penalty: exponent of a hypothesis' length.
+        no_longer_than: (B,), maximum length of a hypothesis of each sentence, end token excluded;
+            longer ones score -inf. None for no limit.
+        stop_at_longest: whether the search is over at `longest`, whatever has finished.
+        captured: whether decode steps are captured, which takes one capture per batch size.
     """
 
     sentences: int
@@ -231,13 +284,18 @@ class FirstFinished:
         self.ignored = torch.zeros(b, m, dtype=torch.bool, device=self.device)
         self.attention: Attention | None = None
         self.finished: list[list[Hypothesis]] = [[] for _ in range(b)]
-        self.running = list(range(b))  # which of all sentences the present ones are
-        self.over: list[bool] = [False] * b  # of the present ones
+        # Index of each sentence of the current batch in the original one; whether it is over.
+        self.running = list(range(b))
+        self.over: list[bool] = [False] * b
 
     def begin_behind(self, prefix: Tensor, token_scores: Tensor) -> None:
-        """Let every text begin with prefix (B, P) int64, whose tokens have these log-probabilities (B, P).
+        """Start every text with a prefix.
 
-        It is one beam's: the others have score -inf until the first choice.
+        Only the first beam of a sentence is live. The others score -inf until the first selection.
+
+        Args:
+            prefix: (B, P) int64.
+            token_scores: (B, P), log-probabilities of its tokens.
         """
         b, p = prefix.shape
         self.tokens.view(b, self.beams, -1)[:, :, 1 : p + 1] = prefix[:, None]
@@ -260,55 +318,56 @@ class FirstFinished:
 
     @property
     def present(self) -> int:
-        """Sentences that have not left."""
+        """Number of sentences still in the batch."""
         return len(self.running)
 
     @property
     def left_off(self) -> tuple[str, ...]:
-        """What does not run, each with its reason."""
+        """Disabled features, each with its reason."""
         return ()
 
     @property
     def text(self) -> Text:
-        """The tokens of all beams so far."""
+        """Tokens of all beams so far."""
         return Text(self.tokens[:, : self.step + 1], 1)
 
     def running_scores(self, beams: int) -> Tensor:
-        """(B, N) of the first `beams` texts of each sentence; zeros before the first choice."""
+        """Return running scores (B, N) of the first `beams` beams; zeros before the first step."""
         scores = self.scores.view(-1, self.beams, self.scores.shape[1])
         return scores[:, :beams, self.step - 1 if self.step else 0]
 
     def advance(self, model: Stepper, made: StepOutput) -> bool:
-        """Choose the next token of every beam; False when the search is over.
+        """Select the next token of every beam; return False when the search is over.
 
-        made: what the model's step returns.
+        Args:
+            model: runs the decode steps.
+            made: result of its newest step.
         """
         step = self.step
         prediction, attention = made
         if attention is not None:
             self._attended(attention).write(attention, step)
-        found = self.search(prediction, self)
-        self.scores = self.scores.to(found.scores.dtype)
-        ends = self._ends(found)
-        seen: list[list[bool]] = cast(
-            Any, ends[:, : self.beams]
-        ).tolist()  # the one read of the device in a step
+        candidates = self.search(prediction, self)
+        self.scores = self.scores.to(candidates.scores.dtype)
+        ends = self._ends(candidates)
+        # The only device-to-host read of a step.
+        hits: list[list[bool]] = cast(Any, ends[:, : self.beams]).tolist()
         ending = [
             (b, k)
-            for b, row in enumerate(seen)
+            for b, row in enumerate(hits)
             if not self.over[b]
             for k, hit in enumerate(row)
             if hit
         ]
-        leaving = self._finish(found, ending) if ending else []
+        leaving = self._finish(candidates, ending) if ending else []
         for sentence in leaving:
             self.over[sentence] = True
         if all(self.over) or (self.stop_at_longest and step >= self.longest):
             return False
         assert step < self.longest, f"{step} < {self.longest}"
         if leaving and (kept := self.let_leave(model)) is not None:
-            found, ends = Candidates(*(part[kept] for part in found)), ends[kept]
-        order, running = self._running(found, ends)
+            candidates, ends = Candidates(*(part[kept] for part in candidates)), ends[kept]
+        order, running = self._running(candidates, ends)
         extend_rows_(self._tables(running), running.beams, step)
         self.search.continued(order)
         model.reorder(running.beams)
@@ -316,12 +375,21 @@ class FirstFinished:
         return True
 
     def let_leave(self, model: Stepper) -> Tensor | None:
-        """Let sentences that are over leave, if it is time for it; return those that stay, as a tensor."""
+        """Compact the batch if it is due.
+
+        Returns:
+            Indices of the sentences that stay, int64; None if nothing changes.
+        """
         staying = self._staying()
         return None if staying is None else self._keep(model, staying)
 
     def _attended(self, attention: Tensor, steps: int = 1) -> Attention:
-        """Where attention over the source (B * M, S) or (B, S) is noted, with room for so many steps from now on."""
+        """Return the attention store, created on first use, with room for the next `steps` steps.
+
+        Args:
+            attention: cross-attention weights (B * M, S) or (B, S); they determine S.
+            steps: number of steps.
+        """
         if self.attention is None:
             self.attention = Attention(
                 self.present, self.beams, self.longest + 1, attention.shape[1], self.device
@@ -330,13 +398,17 @@ class FirstFinished:
         return self.attention
 
     def _ends(self, found: Candidates) -> Tensor:
-        """Which candidates end, (B, K) bool."""
+        """Return which candidates end, (B, K) bool."""
         ends = found.tokens.eq(self.end) & found.scores.ne(-torch.inf)
         ends[:, : self.beams].masked_fill_(self.ignored, False)
         return ends
 
     def _finish(self, found: Candidates, ending: list[tuple[int, int]]) -> list[int]:
-        """Note the hypotheses that end in candidates (sentence, k); return the present sentences that are over."""
+        """Store the hypotheses that end in candidates (sentence, k) of `ending`.
+
+        Returns:
+            Batch indices of the sentences that are over now.
+        """
         step = self.step
         sentence, candidate = (
             torch.tensor(column, device=self.device, dtype=torch.int64)
@@ -360,11 +432,13 @@ class FirstFinished:
     def note_finished(
         self, sentence: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None
     ) -> None:
-        """Note hypotheses of present sentences (N,) that have ended, as far as they are among the first M.
+        """Store N hypotheses that end in the same step; ignore those after a sentence's first M.
 
         Args:
-            tokens: (N, T) with the end. reached: (N, T), running scores, which may be overwritten.
-            origins: (N, T), beams that texts came by; None where there is no attention.
+            sentence: (N,) int64, batch index of each.
+            tokens: (N, T) int64, end token included.
+            reached: (N, T), running scores; overwritten.
+            origins: (N, T) int64, the beam that a text was in at each step; None without attention.
         """
         scores, length = reached[:, -1].clone(), reached.shape[1]
         if self.normalize:
@@ -375,11 +449,17 @@ class FirstFinished:
         numbers = [self.running[b] for b in cast("list[int]", cast(Any, sentence).tolist())]
         scores, token_scores = self._limited(scores, numbers, length), differences(reached)
         for i, number in enumerate(numbers):
-            seen = None if attention is None else attention[i]
-            self._note(number, Hypothesis(tokens[i], scores[i], token_scores[i], seen))
+            weights = None if attention is None else attention[i]
+            self._note(number, Hypothesis(tokens[i], scores[i], token_scores[i], weights))
 
     def _limited(self, scores: Tensor, sentences: Sequence[int], lengths: int | Tensor) -> Tensor:
-        """Scores (N,) of hypotheses of some of all sentences, -inf where they are too long; lengths with the end."""
+        """Return scores (N,), set to -inf where a hypothesis exceeds `no_longer_than`.
+
+        Args:
+            scores: (N,).
+            sentences: index of each hypothesis' sentence in the original batch.
+            lengths: number of tokens, end token included.
+        """
         if self.no_longer_than is None:
             return scores
         limit = self.no_longer_than.to(self.device)[
@@ -388,14 +468,14 @@ class FirstFinished:
         return torch.where(lengths - 1 > limit, -torch.inf, scores)
 
     def _note(self, sentence: int, hypothesis: Hypothesis) -> None:
-        """One of all sentences has finished a hypothesis, which counts if it is among the first M."""
+        """Store a hypothesis of a sentence of the original batch, if it is among the first M."""
         if len(self.finished[sentence]) < self.beams:
             self.finished[sentence].append(hypothesis)
 
     def _staying(self) -> list[int] | None:
-        """Who stays and in which order, where those that are over leave; None where all stay.
+        """Return the batch indices that stay, in their new order; None if nothing changes.
 
-        Where the search allows it, they leave when enough of them have gathered.
+        With a `plain` search, sentences that are over leave only when there are enough of them.
         """
         gone = [b for b, over in enumerate(self.over) if over]
         if not self.search.plain:
@@ -404,7 +484,7 @@ class FirstFinished:
         return closed_up(self.present, leaving) if leaving else None
 
     def _keep(self, model: Stepper, staying: list[int]) -> Tensor:
-        """Let all other sentences leave; return those that stay, as a tensor."""
+        """Compact the batch to the sentences in `staying`; return their indices as a tensor."""
         kept, m = torch.tensor(staying, device=self.device, dtype=torch.int64), self.beams
         self.running = [self.running[b] for b in staying]
         self.over = [self.over[b] for b in staying]
@@ -423,7 +503,13 @@ class FirstFinished:
         return kept
 
     def _running(self, found: Candidates, ends: Tensor) -> tuple[Tensor, Candidates]:
-        """The M best candidates that do not end: which they are, (B, M), and what they are. Changes `ends`."""
+        """Return the M best candidates that do not end.
+
+        Updates `ignored` and overwrites `ends`.
+
+        Returns:
+            Their indices (B, M) into the K candidates, and the candidates themselves.
+        """
         m = self.beams
         ends[:, :m].logical_or_(self.ignored)
         rank = ends * (2 * m) + torch.arange(ends.shape[1], device=self.device, dtype=torch.int64)
@@ -433,12 +519,12 @@ class FirstFinished:
 
     @property
     def _rows(self) -> list[Tensor]:
-        """The tables of the running texts, (B, M, N): tokens, scores and, where there is attention, its origins."""
+        """Tables (B, M, N) of the running texts: tokens, scores and, if any, attention origins."""
         rows = [table.view(-1, self.beams, table.shape[1]) for table in (self.tokens, self.scores)]
         return rows if self.attention is None else [*rows, self.attention.origins]
 
     def _tables(self, found: Candidates) -> list[Table]:
-        """`_rows`, and what comes next to them with candidates (B, N)."""
+        """Return `_rows` with the columns that candidates (B, N) append."""
         newest = [part[:, :, None] for part in (found.tokens, found.scores, found.beams)]
         return [
             Table(rows, new, at)

@@ -1,6 +1,6 @@
-"""Finished hypotheses as transformers 4 kept them: the best of a sentence, or of a group of its beams.
+"""Pools of finished hypotheses, as in transformers 4: the best of a sentence or of a beam group.
 
-Totals are fp32, what is ranked is computed from them in fp64, as there.
+As in transformers 4, total scores are fp32 and the length-penalised scores that rank them are fp64.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ranking:
-    """How hypotheses are compared.
+    """Ranking of hypotheses.
 
     Args:
-        length_penalty: the exponent of a hypothesis' length. early_stopping: True, False or "never".
-        longest: new tokens at most.
+        length_penalty: exponent of a hypothesis' length.
+        early_stopping: True, False or "never", as in GenerationConfig.
+        longest: maximum number of new tokens.
     """
 
     length_penalty: float
@@ -24,16 +25,23 @@ class Ranking:
     longest: int
 
     def score(self, total: float, new_tokens: int) -> float:
+        """Return the length-penalised score of a hypothesis."""
         return total / new_tokens**self.length_penalty
 
     def attainable(self, total: float, new_tokens: int) -> float:
-        """What a running hypothesis counts as, when it is asked whether it could still become one of the best."""
+        """Return the score that decides whether a running hypothesis could still be kept."""
         furthest = self.early_stopping == "never" and self.length_penalty > 0.0
         return self.score(total, self.longest if furthest else new_tokens)
 
 
 class Hypothesis(NamedTuple):
-    """ids (L,) int64 with the prompt, without what ended it; beams (T,) int32, the row each new token came from."""
+    """Finished hypothesis.
+
+    Attributes:
+        score: length-penalised score.
+        ids: (L,) int64, prompt included, end token excluded.
+        beams: (T,) int32, the row that each new token came from, end token included.
+    """
 
     score: float
     ids: Tensor
@@ -42,10 +50,13 @@ class Hypothesis(NamedTuple):
 
 @dataclass
 class Pool:
-    """The best finished hypotheses of a sentence, or of a group of its beams.
+    """Pool of the best finished hypotheses of a sentence or of a group of its beams.
 
     Attributes:
-        done: that none of the running ones comes in any more.
+        capacity: maximum number of hypotheses.
+        ranking: how hypotheses are ranked.
+        hypotheses: kept hypotheses, in the order in which they finished.
+        done: whether the pool is closed; running hypotheses are then ignored.
     """
 
     capacity: int
@@ -55,7 +66,14 @@ class Pool:
     _worst: float = 1.0e9
 
     def add(self, total: float, new_tokens: int, ids: Tensor, beams: Tensor) -> None:
-        """Keep a hypothesis of so many new tokens, its end counted, if there is room or it drives out a worse one."""
+        """Add a hypothesis if the pool has room or the hypothesis beats the worst one.
+
+        Args:
+            total: sum of its log-probabilities.
+            new_tokens: its number of new tokens, end token included.
+            ids: (L,) int64, see `Hypothesis`.
+            beams: (T,) int32, see `Hypothesis`.
+        """
         score = self.ranking.score(total, new_tokens)
         if len(self.hypotheses) >= self.capacity and score <= self._worst:
             return
@@ -66,7 +84,7 @@ class Pool:
         self._worst = min(map(_score, self.hypotheses))
 
     def settle(self, best: float, new_tokens: int) -> None:
-        """Note whether it is done, where the best candidate of a step has such a total and so many new tokens."""
+        """Update `done` after a step whose best candidate has total `best` and `new_tokens`."""
         if self.done or len(self.hypotheses) < self.capacity:
             return
         at_once = self.ranking.early_stopping is True
@@ -74,9 +92,9 @@ class Pool:
 
 
 def best_of(pools: Sequence[Pool], count: int) -> list[Hypothesis]:
-    """The best hypotheses of a sentence, best first; of equal ones the last."""
-    found = [hypothesis for pool in pools for hypothesis in pool.hypotheses]
-    return sorted(found, key=_score)[::-1][:count]
+    """Return the `count` best hypotheses of a sentence, best first; the last one wins ties."""
+    hypotheses = [hypothesis for pool in pools for hypothesis in pool.hypotheses]
+    return sorted(hypotheses, key=_score)[::-1][:count]
 
 
 def _score(hypothesis: Hypothesis) -> float:

@@ -1,7 +1,7 @@
-"""`torch.multinomial` without a look at what is drawn from, for which a device would be waited for.
+"""`torch.multinomial` without validation of its input, which would synchronise with the device.
 
-Source: Gumbel 1954 and Maddison et al. 2014: of weights over exponential noise the k largest are k draws without
-replacement.
+Source: Gumbel 1954 and Maddison et al. 2014: the k largest values of weights divided by exponential
+noise are k draws without replacement.
 """
 
 import torch
@@ -9,12 +9,15 @@ from torch import Tensor
 
 
 def draw(weights: Tensor, count: int) -> Tensor:
-    """Return what `torch.multinomial(weights, count)` does, with the same random numbers.
+    """Return the same samples as `torch.multinomial(weights, count)`, from the same random numbers.
 
     Args:
-        weights: (N, V) floating point, finite, none negative, some of each row positive; nobody looks. Not modified.
+        weights: (N, V) floating point. Values must be finite and non-negative, with a positive one
+            in each row; this is not checked. Not modified.
+        count: number of samples per row.
+
     Returns:
-        (N, count) int64, without replacement.
+        (N, count) int64, drawn without replacement.
     """
     noise = torch.empty_like(weights).exponential_()
     ratios = torch.div(weights, noise, out=noise)

@@ -1,4 +1,4 @@
-"""How close the decisions of a search were, told from the scores that a toolkit returns of its own search."""
+"""Margins of a search's decisions, computed from the scores that the toolkit's search returns."""
 
 import math
 from collections.abc import Sequence, Set
@@ -8,45 +8,48 @@ import torch
 from torch import Tensor
 
 NEAR_TIE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}
-"""The margin under which rounding may turn a decision, by the model's dtype; none in float64."""
+"""Margin below which rounding may change a decision, by the model's dtype; none in float64."""
 _NEVER = -1e9
-"""The score of beams that do not exist yet, as transformers has it."""
+"""Score of beams that do not exist yet, as in transformers."""
 
 
 def closest_decision(run: Any, row: int, beams: int, other: Sequence[int], ends: Set[int]) -> float:
-    """Return the smallest gap by which a search may have left the way to another one's sequence.
+    """Return the smallest margin by which a search may have diverged from another one's sequence.
 
     Args:
-        run: what the search returned: `scores` of each step, `sequences`, and with several beams `sequences_scores`,
-            both of all hypotheses of each sentence.
-        row: of `run.sequences`, in whose place the other search has `other`.
-        other: token ids, with the prompt and what fills them beyond their end.
-        ends: the tokens that end a sequence.
+        run: output of the search: `scores` of each step, `sequences`, and with several beams
+            `sequences_scores`. The last two hold all hypotheses of each sentence.
+        row: row of `run.sequences` for which the other search returned `other`.
+        beams: M.
+        other: token ids, prompt and padding included.
+        ends: token ids that end a sequence.
     """
     first, rank, prompt = row - row % beams, row % beams, prompt_length(run)
     rows = slice(first, first + beams)
-    wanted = up_to_end(other[prompt:], ends)
-    closest = replayed([step[rows] for step in run.scores], wanted, ends)
+    target = up_to_end(other[prompt:], ends)
+    closest = replayed([step[rows] for step in run.scores], target, ends)
     finished = [up_to_end(tokens[prompt:], ends) for tokens in run.sequences[rows].tolist()]
-    if (
-        wanted in finished and wanted != finished[rank]
-    ):  # the search kept it, and ranked another before it
+    # The search kept the target but ranked another hypothesis higher.
+    if target in finished and target != finished[rank]:
         final = run.sequences_scores[rows].tolist()
-        closest = min(closest, abs(final[rank] - final[finished.index(wanted)]))
+        closest = min(closest, abs(final[rank] - final[finished.index(target)]))
     return closest
 
 
 def replayed(scores: Sequence[Tensor], wanted: Sequence[int], ends: Set[int]) -> float:
-    """Return the smallest gap between the last candidate kept and the first dropped, on the way to `wanted`.
+    """Return the smallest margin between the last kept and the first dropped candidate.
 
-    The search is replayed for as long as it keeps the beginning of `wanted`. Another search that ended with `wanted`
-    parted from this one at the step where this one drops it, or before. So up to there each gap counts; in a greedy
-    search only that of the step where it takes another token.
+    The search is replayed for as long as it keeps a prefix of `wanted`. Another search that
+    returned `wanted` diverged from this one at the step that drops the prefix, or earlier. Every
+    margin up to that step therefore counts. In greedy search only the margin of the step that
+    selects another token counts.
 
     Args:
-        scores: of each step (M, V), log-probabilities after the logits processors; of any scale where M is 1.
-        wanted: generated tokens of the other search, up to and with the end token; without one its length ended it.
-        ends: the tokens that end a sequence.
+        scores: (M, V) for each step, log-probabilities after the logits processors. If M is 1, any
+            scale will do.
+        wanted: generated tokens of the other search, end token included. Without an end token the
+            sequence ended by its length.
+        ends: token ids that end a sequence.
     """
     beams, vocabulary = scores[0].shape
     running = scores[0].new_full((beams, 1), _NEVER)
@@ -66,7 +69,8 @@ def replayed(scores: Sequence[Tensor], wanted: Sequence[int], ends: Set[int]) ->
         total = running + step
         values, order = total.flatten().topk(min(beams + 1, total.numel()))
         if bool(over[order[beams - 1 :] % vocabulary].any()):
-            closest = min(closest, _gap(values, beams))  # to end counts among the M best only
+            # A candidate that ends counts only if it is among the M best.
+            closest = min(closest, _gap(values, beams))
         values, order = (
             total.masked_fill(over, -math.inf).flatten().topk(min(beams + 1, total.numel()))
         )
@@ -79,20 +83,24 @@ def replayed(scores: Sequence[Tensor], wanted: Sequence[int], ends: Set[int]) ->
 
 
 def _gap(values: Tensor, kept: int) -> float:
-    """The distance of the last value kept from the first dropped; what is banned or does not exist is no choice."""
+    """Return the margin between the last kept and the first dropped value.
+
+    The margin is infinite if no candidate is dropped, or if the dropped one is banned or belongs to
+    a beam that does not exist.
+    """
     if len(values) <= kept or values[kept] < _NEVER / 2:
         return math.inf
     return float(values[kept - 1] - values[kept])
 
 
 def prompt_length(run: Any) -> int:
-    """Return how many tokens of what a search returned it did not generate."""
+    """Return the number of leading tokens in `run.sequences` that the search did not generate."""
     new = run.beam_indices.shape[1] if "beam_indices" in run else len(run.scores or run.logits)
     return run.sequences.shape[1] - new
 
 
 def up_to_end(tokens: Sequence[int], ends: Set[int]) -> list[int]:
-    """Cut what fills a sequence beyond its end."""
+    """Return the tokens of a sequence without the padding after its end token."""
     return list(
         next((tokens[: place + 1] for place, token in enumerate(tokens) if token in ends), tokens)
     )

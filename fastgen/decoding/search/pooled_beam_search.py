@@ -1,7 +1,7 @@
-"""What beam searches have in common that keep finished hypotheses in pools, as those of transformers 4 did.
+"""Base of beam searches that keep finished hypotheses in pools, as in transformers 4.
 
-Candidates are looked at one by one, the best first: one that ends a text goes into a pool, others run on until there
-are as many as beams. This happens on the host, from one read of a step's candidates.
+Candidates are visited one by one, best first. A candidate that ends goes into a pool; the others
+continue until all beams are filled. This runs on the host, from one device read per step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,13 @@ from fastgen.ops.tables import Table, extend_rows_
 
 
 class Next(NamedTuple):
-    """What a beam becomes: its score, the beam of the sentence that it continues, and the new token."""
+    """Candidate of a sentence.
+
+    Attributes:
+        score: running score.
+        parent: beam that it continues, from 0 to M - 1.
+        token: new token.
+    """
 
     score: float
     parent: int
@@ -29,15 +35,21 @@ class Next(NamedTuple):
 
 @dataclass
 class PooledBeams:
-    """The running beams of B sentences, and a pool of finished hypotheses for each group of a sentence's beams.
+    """Running beams of B sentences, with one pool of finished hypotheses per beam group.
 
     Args:
         prompt: (B, P) int64, the tokens every beam starts with.
-        beams: M. groups: G of them, of M / G beams each.
-        ends: the tokens that end a text. pad: the token of beams of a group that is done.
-        max_length: of prompt and new tokens.
-        may_drop: whether finished sentences may leave the batch.
-        captured: whether the model's steps are, for a number of rows.
+        beams: M.
+        ends: token ids that end a text.
+        pad: token of the beams of a group that is done.
+        max_length: maximum number of tokens, prompt included.
+        ranking: how hypotheses are ranked.
+        stop: stopping criteria, checked after the beams have moved.
+        transforms: applied to the log-probabilities in this order.
+        groups: G, the number of groups of M / G beams each.
+        may_drop: whether finished sentences may leave the batch (batch compaction).
+        captured: whether decode steps are captured, which takes one capture per batch size.
+        trace: per-step tensors to record.
     """
 
     prompt: Tensor
@@ -65,52 +77,68 @@ class PooledBeams:
         self.scores = torch.full((b, m), -1.0e9, dtype=torch.float32, device=device)
         self.scores[:, :: self.size] = 0.0
         self.pools = [[Pool(self.size, self.ranking) for _ in range(self.groups)] for _ in range(b)]
-        self.sentences = list(range(b))  # which of all sentences the present ones are
+        self.sentences = list(range(b))  # index of each sentence in the original batch
 
     @property
     def candidates(self) -> int:
-        """K of a group: enough that all its beams live on when every one ends in every way it can."""
+        """K of a group, so large that all its beams continue even if each ends in every way."""
         return max(2, 1 + len(self.ends)) * self.size
 
     @property
     def present(self) -> int:
-        """Sentences that have not left."""
+        """Number of sentences still in the batch."""
         return len(self.sentences)
 
     @property
     def new_tokens(self) -> int:
+        """Number of new tokens of each beam."""
         return self.length - self.prompt.shape[1]
 
     @property
     def text(self) -> Text:
+        """Tokens of the running beams."""
         return Text(self.ids.flatten(0, 1)[:, : self.length], self.prompt.shape[1])
 
     def best(self, count: int) -> list[Hypothesis]:
-        """The best hypotheses of each sentence, best first, once the search is over."""
+        """Return the `count` best hypotheses of each sentence, best first, of a finished search."""
         return [hypothesis for pools in self.pools for hypothesis in best_of(pools, count)]
 
     def chosen(self, place: int, group: int, candidates: Iterable[Next]) -> list[Next]:
-        """What the beams of a group become, of its candidates, best first; those that end go into the pool."""
-        found: list[Next] = []
+        """Select the candidates that continue and add those that end to the group's pool.
+
+        Args:
+            place: batch index of the sentence.
+            group: index of the group.
+            candidates: candidates of the group, best first.
+        """
+        selected: list[Next] = []
         for rank, candidate in enumerate(candidates):
             if candidate.token not in self.ends:
-                found.append(candidate)
-                if len(found) == self.size:
+                selected.append(candidate)
+                if len(selected) == self.size:
                     break
             elif rank < self.size and self.may_end(place, candidate.parent):
                 self._end(place, group, candidate)
-        return found
+        return selected
 
     def may_end(self, place: int, beam: int) -> bool:
-        """Whether a beam of the sentence at a place may end."""
+        """Return whether a beam of the sentence at batch index `place` may end."""
         return True
 
     def idle(self, group: int) -> list[Next]:
-        """What the beams of a group that is done become."""
+        """Return padding candidates for the beams of a group that is done."""
         return [Next(0.0, group * self.size + i, self.pad) for i in range(self.size)]
 
     def move(self, model: Stepper, beams: list[list[Next]]) -> bool:
-        """Let the M beams of each present sentence become what was chosen; False when the search is over."""
+        """Continue with the selected candidates.
+
+        Args:
+            model: runs the decode steps.
+            beams: M candidates of each sentence in the batch.
+
+        Returns:
+            False when the search is over.
+        """
         device = self.ids.device
         parents = torch.tensor(
             [[one.parent for one in of] for of in beams], device=device, dtype=torch.int64
@@ -143,7 +171,7 @@ class PooledBeams:
         return True
 
     def drop(self, staying: list[int]) -> None:
-        """Keep the sentences at these places."""
+        """Keep only the sentences at these batch indices."""
         index = torch.tensor(staying, device=self.ids.device, dtype=torch.int64)
         self.sentences = [self.sentences[place] for place in staying]
         self.prompt, self.ids, self.came_from = (
@@ -154,14 +182,14 @@ class PooledBeams:
         self.scores = self.scores[index]
 
     def close(self, place: int, totals: list[float]) -> None:
-        """Put what still runs of a sentence into its pools; totals of its beams."""
+        """Add the running beams of a sentence to its pools; totals: scores of its M beams."""
         for beam, total in enumerate(totals):
             pool = self.pools[self.sentences[place]][beam // self.size]
             if not pool.done:
                 pool.add(total, self.new_tokens, *self.of_beam(place, beam))
 
     def of_beam(self, place: int, beam: int) -> tuple[Tensor, Tensor]:
-        """The tokens of a beam so far, and the rows that the new ones came from."""
+        """Return the tokens of a beam so far, and the row that each new token came from."""
         return self.ids[place, beam, : self.length].clone(), self.came_from[
             place, beam, : self.new_tokens
         ].clone()
@@ -176,11 +204,11 @@ class PooledBeams:
 
     def _close(self) -> None:
         totals: list[list[float]] = cast(Any, self.scores).tolist()
-        for place, of_sentence in enumerate(totals):
-            self.close(place, of_sentence)
+        for place, beam_totals in enumerate(totals):
+            self.close(place, beam_totals)
 
     def _drop(self, model: Stepper, leaving: Sequence[int]) -> None:
-        """Let finished sentences leave, when enough of them have gathered to pay for moving the others."""
+        """Compact the batch if enough sentences leave to pay for moving the others."""
         if leaving := who_leaves(leaving, self.present, self.captured):
             staying = closed_up(self.present, leaving)
             self.drop(staying)
@@ -190,10 +218,13 @@ class PooledBeams:
 
 
 def next_of(values: Tensor, indices: Tensor, vocabulary: int, first: int = 0) -> list[list[Next]]:
-    """The candidates of each sentence as plain numbers.
+    """Copy the candidates of each sentence to the host.
 
     Args:
-        values: (B, K) descending. indices: (B, K) = beam * V + token, of beams from `first` on.
+        values: (B, K), running scores, descending.
+        indices: (B, K) = beam * V + token, beams counted from `first` on.
+        vocabulary: V.
+        first: first beam of the group.
     """
     scores: list[list[float]] = cast(Any, values).tolist()
     where: list[list[int]] = cast(Any, indices).tolist()

@@ -1,4 +1,4 @@
-"""Greedy search and sampling over any model that can make steps."""
+"""Greedy search and sampling over any `Stepper`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,22 +21,27 @@ from fastgen.ops.selection.kbest import argmax
 
 
 def chosen_of(scores: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probability (R,) of one token each, by scores (R, V) that need not be normalised."""
+    """Return the log-probabilities (R,) of tokens (R,) under scores (R, V), which may be logits."""
     return torch.log_softmax(scores, -1).gather(1, tokens[:, None]).squeeze(1)
 
 
 @dataclass
 class Sampling:
-    """One run of greedy search (sample=False) or sampling over R rows.
+    """State of one greedy search (sample=False) or sampling run over R rows.
 
     Args:
         ids: (R, P) int64, the prompt of each row.
-        pad: token id that finished rows go on with, None to let them run on.
+        stop: decides which rows end.
+        transforms: applied to the logits in this order.
+        pad: token id that extends finished rows; None to keep extending them with their own.
+        sample: sample tokens instead of taking the most probable ones.
         may_drop: whether finished rows may leave the batch (one row per sentence).
-        captured: whether the model's steps are, for a number of rows.
+        captured: whether decode steps are captured, which takes one capture per batch size.
+        trace: per-step tensors to record.
         on_step: called with the new tokens (R,) of every step.
         on_tokens: called with the new token of each row that has not ended.
-        wanted: of rows, asked behind every step; one that is not leaves as one that has ended.
+        wanted: cancellation callback, polled with a row index after every step. A cancelled row is
+            treated as ended.
     """
 
     ids: Tensor
@@ -54,30 +59,32 @@ class Sampling:
     def __post_init__(self) -> None:
         self.prompt_length = self.ids.shape[1]
         self.running = torch.ones(self.ids.shape[0], dtype=torch.bool, device=self.ids.device)
-        self.rows: Tensor | None = None  # which of all rows are running, once some have left
-        self.outcome = self.ids  # (R, P + T), those that have left included
+        # Index of each row of the current batch in the original one; None until rows leave.
+        self.rows: Tensor | None = None
+        self.outcome = self.ids  # (R, P + T), of all rows, including those that have left
 
     @property
     def present(self) -> int:
-        """Rows that have not left."""
+        """Number of rows still in the batch."""
         return self.ids.shape[0]
 
     @property
     def text(self) -> Text:
+        """Tokens of the rows in the batch."""
         return Text(self.ids, self.prompt_length)
 
     def advance(self, model: Stepper, logits: Tensor) -> bool:
-        """Choose the next token of every row; False when all have ended."""
+        """Select the next token of every row; return False when all have ended."""
         tokens = self._choose(logits, self.text)
         if self.pad is not None:
             tokens = torch.where(self.running, tokens, self.pad)
         self.extend(tokens[:, None])
         ended = self.stop(tokens, self.ids.shape[1], lambda: self.ids, self._scores_so_far())
-        began, self.running = self.running, self.running & ~ended
+        was_running, self.running = self.running, self.running & ~ended
         if self.on_step is not None:
             self.on_step(tokens)
         if self.on_tokens is not None:
-            self._tell(self.on_tokens, tokens.where(began, -1))
+            self._tell(self.on_tokens, tokens.where(was_running, -1))
         alive = self._alive(self.running)
         if not any(alive):
             return False
@@ -86,7 +93,7 @@ class Sampling:
         return True
 
     def extend(self, tokens: Tensor) -> None:
-        """Add tokens (R, N) to the rows; those that have left are padded."""
+        """Append tokens (R, N) to the rows, and padding to rows that have left the batch."""
         self.ids = torch.cat([self.ids, tokens], 1)
         if self.rows is not None and self.pad is not None:
             columns = self.pad.expand(self.outcome.shape[0], tokens.shape[1]).clone()
@@ -96,18 +103,18 @@ class Sampling:
             self.outcome = self.ids
 
     def leave(self, model: Any, running: Tensor) -> None:
-        """Let the rows go on that are running, and no others."""
+        """Keep only the rows that are running and not cancelled; running is (R,) bool."""
         self._leave(model, not_alive(self._alive(running)))
 
     def _alive(self, running: Tensor) -> list[bool]:
-        """Which of the present rows run on, of those that somebody waits for."""
+        """Return which rows of the batch are running and not cancelled."""
         alive: list[bool] = cast(Any, running).tolist()
         if self.wanted is None:
             return alive
         return [runs and self.wanted(row) for runs, row in zip(alive, self._numbers(), strict=True)]
 
     def _numbers(self) -> Sequence[int]:
-        """Which of all rows the present ones are."""
+        """Return the index of each row of the batch in the original batch."""
         return (
             range(self.present)
             if self.rows is None
@@ -115,7 +122,7 @@ class Sampling:
         )
 
     def _tell(self, on_tokens: OnTokens, tokens: Tensor) -> None:
-        """Tell the newest tokens (R,), -1 where there is none."""
+        """Report the newest tokens (R,); -1 marks rows that have none."""
         place, newest = (
             self.ids.shape[1] - self.prompt_length - 1,
             cast("list[int]", cast(Any, tokens).tolist()),
@@ -125,7 +132,7 @@ class Sampling:
                 on_tokens(row, place, [token])
 
     def _leave(self, model: Stepper, leaving: Sequence[int]) -> None:
-        """Let the rows go on that do not leave."""
+        """Compact the batch to the rows that do not leave."""
         stay = torch.tensor(
             closed_up(len(self.ids), leaving), device=self.ids.device, dtype=torch.int64
         )
@@ -136,7 +143,8 @@ class Sampling:
 
     def _choose(self, logits: Tensor, text: Text) -> Tensor:
         kept = self.trace.logits is not None
-        if self.transforms or self.trace.wanted:  # the model's next step may overwrite its logits
+        # A copy, because the model's next step may overwrite its logits.
+        if self.transforms or self.trace.wanted:
             logits = logits.to(torch.float32, copy=True)
         if self.trace.logits is not None:
             self.trace.logits.append(logits)
@@ -151,13 +159,13 @@ class Sampling:
         return tokens
 
     def _picked(self, scores: Tensor, draw: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """One token (R,) of each row; `draw` is `torch.multinomial` or alike."""
+        """Select one token per row, (R,); `draw` samples as `torch.multinomial` does."""
         return (
             draw(torch.softmax(scores.float(), -1), 1).squeeze(1) if self.sample else argmax(scores)
         )
 
     def _of_all(self, values: Tensor) -> Tensor:
-        """Values of the present rows among those of all, 0 for those that have left."""
+        """Scatter values of the batch into the original batch; rows that have left get 0."""
         if self.rows is None:
             return values
         return values.new_zeros(self.outcome.shape[0]).index_copy_(0, self.rows, values)
@@ -167,5 +175,5 @@ class Sampling:
 
 
 def not_alive(alive: Sequence[bool]) -> list[int]:
-    """The rows that do not run on."""
+    """Return the indices of rows that are not alive."""
     return [row for row, runs in enumerate(alive) if not runs]

@@ -1,4 +1,4 @@
-"""When rows of text end."""
+"""Stopping criteria of a search."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,13 +9,16 @@ from torch import Tensor
 
 @dataclass
 class Stop:
-    """When a row is at its end.
+    """Stopping criteria of the rows of a search.
 
     Args:
-        eos: token ids (E,) that end a row, or None.
-        at_length: functions of the length that end all rows at once (a maximal length, a time limit).
-        longest: the length at which all rows end, where `at_length` says nothing else; None where it may.
-        others: functions of (ids (N, L), scores so far) -> bool (N,), or one for all rows, such as a user's criteria.
+        eos: (E,) int64, token ids that end a row, or None.
+        at_length: functions of the length that end all rows at once, such as a maximum length or a
+            time limit.
+        others: functions of (ids (N, L), scores so far) that return (N,) bool, or a single value
+            for all rows. A user's stopping criteria are such functions.
+        longest: length at which all rows end, if `at_length` depends on nothing else; None if it
+            does.
     """
 
     eos: Tensor | None = None
@@ -26,9 +29,16 @@ class Stop:
     def __call__(
         self, tokens: Tensor, length: int, ids: Callable[[], Tensor], scores: object
     ) -> Tensor:
-        """Return for each new token, any shape, whether its row ends; `length` counts the new token.
+        """Return whether each new token ends its row.
 
-        `ids` builds the rows (N, length) when a function asks for them; `scores` is handed through.
+        Args:
+            tokens: int64, any shape with N elements.
+            length: length of the rows, new token included.
+            ids: builds the rows (N, length); called only if there are `others`.
+            scores: passed on to `others`.
+
+        Returns:
+            bool, shape of `tokens`.
         """
         hits = self.hits(tokens, self.ends_all(length))
         if self.others:
@@ -38,11 +48,12 @@ class Stop:
         return hits
 
     def ends_all(self, length: int) -> bool:
-        """Whether all rows end at a length."""
-        return any([ends(length) for ends in self.at_length])
+        """Return whether all rows end at this length."""
+        # A list, so that every limit is called: a limit may warn.
+        return any([ends(length) for ends in self.at_length])  # noqa: C419
 
     def hits(self, tokens: Tensor, all_end: bool) -> Tensor:
-        """For each new token, any shape, whether it ends its row."""
+        """Return whether each new token, of any shape, ends its row by `eos` or by its length."""
         if all_end:
             return torch.ones_like(tokens, dtype=torch.bool)
         if self.eos is None:
@@ -50,4 +61,5 @@ class Stop:
         self.eos = self.eos.to(tokens.device)
         if len(self.eos) == 1:
             return tokens == self.eos
-        return (tokens[..., None] == self.eos).any(-1)  # `isin` of many may wait for the device
+        # Not `torch.isin`, which may synchronise with the device for many elements.
+        return (tokens[..., None] == self.eos).any(-1)

@@ -1,9 +1,10 @@
-"""Whether drafts pay, by the clock: what a token costs with them, and what it costs the large model alone.
+"""Adaptive drafting: draft only while the measured cost per token is lower with drafts.
 
-For use where drafts change nothing about the output. Both costs depend on how many texts are running, so that they are
-kept for each number of them, as a power of two. What trials of drafts may lose is bounded: a small share of all the
-time that a pair of models has taken so far in calls that begin with as many texts. So the first trial comes a while
-after the first token.
+Use it only where drafts do not change the output. Both costs depend on the number of running texts,
+so they are kept for each number, rounded to powers of two. The time that trials of drafting may
+lose is bounded by a small share of the total time. That total counts the rounds of a pair of models
+in calls that begin with about as many texts. The first trial therefore comes some time after the
+first token.
 """
 
 import time
@@ -13,36 +14,42 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 SHARE = 0.005
-"""Of all seconds, those that drafts may have lost against the large model alone."""
+"""Share of the total time that drafting may lose against the large model alone."""
 
 TRIAL = 3
-"""Rounds with drafts before they are judged."""
+"""Rounds with drafts before they are judged; see `DEAR` for an earlier end."""
 
 UNKNOWN = 8
-"""Rounds that a first trial may cost, of so many texts or more: where a pass reads many tokens, each of them costs."""
+"""Maximum number of rounds that a trial is expected to cost before any trial was measured.
+
+A trial over N texts counts as min(N, `UNKNOWN`) rounds: in a pass over many tokens, each one costs.
+"""
 
 DEAR = 1.5
-"""A token that costs so many times that of the large model alone ends a trial at once."""
+"""Cost per token, relative to the large model alone, above which a trial ends at once."""
 
 REST, LONGEST_REST = 16, 512
-"""Rounds without drafts when they have not paid once, and at most; each time in succession twice as many."""
+"""Rounds without drafts after a failed trial, and their maximum; consecutive failures double it."""
 
 STALE = 64
-"""Rounds with drafts after which one is made without them, to see what that costs by now."""
+"""Rounds with drafts after which one round runs without them, to refresh the cost of the latter."""
 
 _NEWEST = 0.25
-"""The weight of the newest round among those before it."""
+"""Weight of the newest round in the moving average of costs."""
 
 
 @dataclass
 class _Costs:
-    """Seconds per token, and what is to come; of rounds, or in the same way of calls.
+    """Cost per token and state of the trials, of rounds or of whole calls.
 
     Attributes:
-        pays: what the last trial has found, and no round since has undone.
-        tried: rounds with drafts since the last without. rest: rounds without drafts before the next with them.
-        next_rest: how many it will be when drafts do not pay the next time.
-        lost: seconds that the last trial has cost beyond the large model alone.
+        alone: seconds per token without drafts, a moving average; None until measured.
+        together: seconds per token with drafts, a moving average; None until measured.
+        pays: whether drafts paid in the last trial and in all rounds since.
+        tried: rounds with drafts in the current trial, or since the last refresh of `alone`.
+        rest: rounds without drafts before the next trial.
+        next_rest: value of `rest` after the next failed trial.
+        lost: seconds that the last trial cost beyond the large model alone.
     """
 
     alone: float | None = None
@@ -77,12 +84,15 @@ def _mean(before: float | None, newest: float) -> float:
 
 @dataclass
 class Pace:
-    """The costs of a pair of models, over all their calls that begin with a like number of texts.
+    """Costs of a pair of models, over all calls that begin with a similar number of texts.
 
     Attributes:
-        prompts: seconds of the small model's prompts, in the last call that had drafts; before there was one, those of
-            the longest two rounds. start: of all calls, for each token that they gave.
-        total: seconds of all rounds. lost: of them, those that drafts have cost beyond the large model alone.
+        clock: returns the time in seconds.
+        prompts: seconds of the small model's prefill in the last call with drafts. Before the first
+            such call, twice the duration of the longest round.
+        start: seconds of the small model's prefill per generated token, a moving average.
+        total: seconds of all rounds and of the small model's prefills.
+        lost: seconds of `total` that drafting cost beyond the large model alone.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -95,17 +105,18 @@ class Pace:
     _drafted: bool = False
 
     def drafts(self, texts: int) -> bool:
-        """Whether the next round of so many texts is to be one with drafts."""
+        """Return whether the next round, over `texts` running texts, should draft."""
         costs = self._of(texts)
         if costs.alone is None or costs.tried >= STALE:
             return False
         return costs.pays or costs.tried > 0 or self._can_afford(costs, texts)
 
     def may_draft(self) -> bool:
-        """Whether a round of a call may be one with drafts, as far as it is known.
+        """Return whether any round of a new call may draft, from what is known so far.
 
-        Not where calls as a whole have lost by it: what the small model's prompts cost is spread over all tokens,
-        though drafts may pay for a batch's last texts alone.
+        Return False if drafting has slowed down calls as a whole. The costs of rounds cannot show
+        that: they spread the small model's prefill over all tokens, while drafts may pay only for
+        the last texts of a batch.
         """
         calls = self._calls
         if calls.tried >= STALE:
@@ -129,7 +140,14 @@ class Pace:
         return costs.rest == 0 and self.lost + expected <= SHARE * self.total
 
     def note(self, drafted: bool, texts: int, tokens: int, seconds: float) -> None:
-        """Note a round: whether it was one with drafts, the tokens that all its texts gained, and how long it took."""
+        """Record a round.
+
+        Args:
+            drafted: whether the small model drafted.
+            texts: number of running texts.
+            tokens: tokens that they gained, all together.
+            seconds: duration of the round.
+        """
         costs = self._of(texts)
         self.total += seconds
         if not self._drafted:
@@ -143,7 +161,13 @@ class Pace:
         costs.note_drafts(seconds / tokens + self.start, costs.alone, lost)
 
     def note_call(self, drafted: bool, tokens: int, seconds: float) -> None:
-        """Note a call: whether it had drafts, the tokens of all its texts, and how long it took."""
+        """Record a call.
+
+        Args:
+            drafted: whether the small model drafted.
+            tokens: generated tokens of all texts.
+            seconds: duration of the call.
+        """
         calls, cost = self._calls, seconds / max(1, tokens)
         if not drafted:
             calls.note_alone(cost)
@@ -151,7 +175,12 @@ class Pace:
             calls.note_drafts(cost, calls.alone, seconds - tokens * calls.alone)
 
     def note_start(self, seconds: float, tokens: int) -> None:
-        """Note, when a call is over, what the small model's prompts took, and how many tokens the call gave."""
+        """Record the small model's prefill at the end of a call.
+
+        Args:
+            seconds: duration of the prefill.
+            tokens: generated tokens of all texts.
+        """
         self._drafted, self.prompts = True, seconds
         self.start = _mean(self.start or None, seconds / max(1, tokens))
         self.total, self.lost = self.total + seconds, self.lost + seconds
@@ -163,13 +192,17 @@ class Pace:
 _paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple[int | None, int], Pace]]]" = (
     WeakKeyDictionary()
 )
-"""By large and small model, by the layer of an early exit, and by texts: what drafts have cost so far."""
+"""Costs by large model, small model, early-exit layer, and number of texts."""
 
 
 def pace_of(large: Any, small: Any, layers: int | None, texts: int) -> Pace:
-    """The costs of a pair of models in calls that begin with about so many texts.
+    """Return the costs of a pair of models in calls that begin with about `texts` texts.
 
-    small: None where the first `layers` of the large one stand in its place.
+    Args:
+        large: the large model.
+        small: the small model; None if it is the first `layers` layers of the large one.
+        layers: number of those layers, or None.
+        texts: number of texts, rounded to a power of two.
     """
     of_large = _paces.setdefault(large, WeakKeyDictionary())
     of_pair = of_large.setdefault(large if small is None else small, {})

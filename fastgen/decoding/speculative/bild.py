@@ -1,14 +1,16 @@
-"""A small and a large model decode together: the small one drafts, the large one looks over what it drafted.
+"""Big-little decoding (BiLD): a small model drafts tokens and a large model verifies them.
 
-Of every text the small model writes the next tokens, until it is not sure of one (*fallback*), has written `max_draft`,
-or is at the end. In one pass the large model then reads the drafts of all texts. The first token that it does not let
-stand is replaced by its own, and those behind it are forgotten (*rollback*); behind a draft that stands it writes one
-more. What was forgotten leaves no trace: its keys and values are overwritten.
+The small model drafts the next tokens of every text until its confidence is too low (*fallback*),
+it has drafted `max_draft` tokens, or the text ends. The large model then verifies the drafts of all
+texts in one pass. It replaces the first rejected token by its own and discards the tokens after it
+(*rollback*). After a fully accepted draft it appends one token. KV cache entries of discarded tokens
+are overwritten.
 
-Texts advance by different counts and know nothing of each other: each is what it would be alone.
+Texts advance by different numbers of tokens and do not depend on each other: each equals the result
+of a run with that text alone.
 
-Source: Kim et al. 2023 (BiLD), algorithm 1, but that only the newest draft is looked over, so that no token that the
-large model has put there is replaced again.
+Source: Kim et al. 2023 (BiLD), algorithm 1. In contrast to it, only the newest draft is verified,
+so a token of the large model is never replaced again.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,35 +37,41 @@ from fastgen.models.runtime.ragged_step import Span
 
 
 class Model(Protocol):
-    """A model that holds keys and values of R texts, and goes on from any place of each."""
+    """Model with a KV cache of R texts that can continue each text from any position."""
 
     def prefill(self) -> Tensor | None:
-        """Run the prompts; return the logits (R, V) fp32 of what follows them.
+        """Run the prompts.
 
-        None where the last token of each has yet to be run: a text's first span is to begin with it, at -1.
+        Returns:
+            Logits (R, V) fp32 of the first new token. None if the last prompt token has not run:
+            the first span of each text must then start with it, at -1.
         """
         ...
 
     def extend(self, spans: Sequence[Span]) -> Tensor:
-        """Run spans of texts; return the logits (N, V) fp32 of what follows each of their tokens.
+        """Run spans of texts, overwriting the KV cache from the start of each span.
 
-        What was held of a text from the start of its span on is overwritten.
+        Returns:
+            Logits (N, V) fp32 of the token that follows each of the N tokens.
         """
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Keep these of the present texts, int64 indices."""
+        """Keep only these texts; rows: int64 indices into the current batch."""
         ...
 
 
 @dataclass
 class Counts:
-    """What was done for one text.
+    """Statistics of one text.
 
     Attributes:
-        tokens: that it has behind the prompt. drafted: that the small model wrote, whatever became of them.
-        large_calls, small_calls: passes of the models in which it took part, beside those of the prompt.
-        fallbacks: drafts that ended as the small model was not sure. rollbacks: drafts that did not stand as a whole.
+        tokens: generated tokens.
+        drafted: tokens that the small model drafted, accepted or not.
+        large_calls: passes of the large model over the text, without prefill.
+        small_calls: passes of the small model over the text, without prefill.
+        fallbacks: drafts that ended because the small model's confidence was too low.
+        rollbacks: drafts that were not accepted completely.
     """
 
     tokens: int = 0
@@ -76,13 +84,16 @@ class Counts:
 
 @dataclass(eq=False)
 class _Text:
-    """A text that is being written.
+    """Text in progress.
 
     Attributes:
-        row: its place among the present ones.
-        drafted: how many of its last tokens have not been looked over.
-        held: of its tokens, those of which the small and the large model hold keys and values.
+        index: its index in the original batch.
+        row: its index in the current batch.
+        tokens: its generated tokens.
+        drafted: number of its last tokens that are not verified.
+        held: number of generated tokens in the KV cache of the small and of the large model.
         ended: whether its last token ends it.
+        counts: its statistics.
     """
 
     index: int
@@ -103,20 +114,25 @@ _SMALL, _LARGE = 0, 1
 
 @dataclass
 class Bild:
-    """One run over R texts.
+    """Run of big-little decoding over R texts.
 
     Args:
+        large: the large model.
+        small: the small model.
         prompt: (R, P) int64.
-        pad: token that fills a text behind its end.
-        fallback: the least probability of the small model's likeliest token for which it goes on.
-        max_draft: tokens that it writes in a row at most.
-        vocabulary: V of the large model; None where the small one's is the same.
-        shared: whether the small model's keys and values are among those of the large one.
-        paper_compat: write the first token by the large model, and do not look over a draft that has come to an end, as
-            the authors' program.
-        pace: says before each round whether the small model drafts at all; None where it always does.
-        on_tokens: called with a text's index and its new tokens, once they stand.
-        events: where what happens is noted, a list for each text; None for nowhere.
+        stop: decides which texts end.
+        transforms: applied to the logits of both models in this order.
+        policy: how tokens are drafted and verified.
+        pad: token that fills a text after its end.
+        fallback: minimum probability of the small model's most probable token to continue a draft.
+        max_draft: maximum number of tokens per draft.
+        vocabulary: V of the large model; None if the small one has the same.
+        shared: whether the small model's KV cache is part of the large one's.
+        paper_compat: follow the program of the paper's authors: the large model writes the first
+            token, and a draft that ends its text is not verified.
+        pace: decides before each round whether the small model drafts; None to draft always.
+        on_tokens: called with a text's index and its new tokens, once they are accepted.
+        events: one list per text to which (kind, place, token) is appended; None to record nothing.
     """
 
     large: Model
@@ -140,14 +156,13 @@ class Bild:
         self._present = list(self._all)
         eos: list[int] = [] if self.stop.eos is None else cast(Any, self.stop.eos).tolist()
         self._ends = frozenset(eos)
-        self._start = 0.0  # seconds of the small model's prompts
-        self._first: dict[
-            int, Tensor | None
-        ] = {}  # what the models say of the tokens that follow the prompts
+        self._start = 0.0  # seconds of the small model's prefill
+        # Result of prefill by model: logits of the first new tokens.
+        self._first: dict[int, Tensor | None] = {}
         self._last: list[int] = cast(Any, self.prompt[:, -1]).tolist()
 
     def run(self) -> Tensor:
-        """Decode to the end; return all texts (R, P + T), filled up with `pad`."""
+        """Decode all texts to their end; return them as (R, P + T) int64, padded with `pad`."""
         began = 0.0 if self.pace is None else self.pace.clock()
         self._begin(_LARGE, self.large)
         if self.paper_compat:
@@ -173,11 +188,11 @@ class Bild:
 
     @property
     def counts(self) -> list[Counts]:
-        """Of each text."""
+        """Statistics of each text."""
         return [text.counts for text in self._all]
 
     def _round(self, texts: Sequence[_Text]) -> None:
-        """Let texts gain a token each at least."""
+        """Run one round of draft and verify; each text gains at least one token."""
         pace, before = self.pace, sum(len(text.tokens) for text in texts)
         drafts = pace is None or pace.drafts(len(texts))
         if drafts and _SMALL not in self._first:
@@ -215,13 +230,13 @@ class Bild:
             self._start = self.pace.clock() - began
 
     def _draft(self, texts: Sequence[_Text]) -> None:
-        """Let the small model write on."""
+        """Draft tokens with the small model."""
         drafting = [text for text in texts if not text.ended]
         while drafting:
             newest = [range(len(text.tokens), len(text.tokens) + 1) for text in drafting]
             scores, places = self._scores(_SMALL, drafting, newest)
             tokens, confidence = self.policy.draft(scores, places)
-            sure: list[_Text] = []
+            confident: list[_Text] = []
             for text, token, probability in zip(drafting, tokens, confidence, strict=True):
                 text.counts.small_calls += 1
                 if probability < self.fallback:
@@ -231,43 +246,52 @@ class Bild:
                 text.counts.drafted += 1
                 text.drafted += 1
                 self._write(text, "draft", token)
-                sure.append(text)
-            self._find_ends(sure)
-            drafting = [text for text in sure if not text.ended and text.drafted < self.max_draft]
+                confident.append(text)
+            self._find_ends(confident)
+            drafting = [
+                text for text in confident if not text.ended and text.drafted < self.max_draft
+            ]
         if self.paper_compat:
             for text in texts:
                 if text.ended and text.drafted:
                     self._tell(text, len(text.tokens) - text.drafted)
 
     def _check(self, texts: Sequence[_Text]) -> None:
-        """Let the large model look over what was drafted, and write a token of its own behind what has not ended."""
+        """Verify the drafts with the large model, which adds one token to texts that go on."""
         if not texts:
             return
-        looked_at = [range(len(t.tokens) - t.drafted, len(t.tokens) + (not t.ended)) for t in texts]
-        scores, places = self._scores(_LARGE, texts, looked_at)
-        each = [
-            (text, place)
-            for text, lengths in zip(texts, looked_at, strict=True)
-            for place in lengths
+        ranges = [range(len(t.tokens) - t.drafted, len(t.tokens) + (not t.ended)) for t in texts]
+        scores, places = self._scores(_LARGE, texts, ranges)
+        positions = [
+            (text, place) for text, lengths in zip(texts, ranges, strict=True) for place in lengths
         ]
-        drafted = [text.tokens[place] if place < len(text.tokens) else -1 for text, place in each]
+        drafted = [
+            text.tokens[place] if place < len(text.tokens) else -1 for text, place in positions
+        ]
         checked = self.policy.check(scores, places, drafted)
         own, stands = iter(checked.own), iter(checked.stands)
-        for text, lengths in zip(texts, looked_at, strict=True):
+        for text, lengths in zip(texts, ranges, strict=True):
             self._replace(
                 text, lengths, [next(own) for _ in lengths], [next(stands) for _ in lengths]
             )
         self._find_ends(texts)
 
     def _replace(self, text: _Text, lengths: range, own: list[int], stands: list[bool]) -> None:
-        """Put the large model's own token in the place of the first that does not stand, or behind them all."""
-        standing = next((i for i in range(text.drafted) if not stands[i]), text.drafted)
-        for place in lengths[:standing]:
+        """Accept the draft up to the first rejected token, then write the large model's token.
+
+        Args:
+            text: the text.
+            lengths: verified places of the text.
+            own: the large model's token at each place.
+            stands: whether the drafted token at each place is accepted.
+        """
+        accepted = next((i for i in range(text.drafted) if not stands[i]), text.drafted)
+        for place in lengths[:accepted]:
             self._note(text, "stand", place, text.tokens[place])
-        rolled_back = standing < text.drafted
-        if standing < len(lengths):
-            del text.tokens[lengths[standing] :]
-            self._write(text, "rollback" if rolled_back else "write", own[standing])
+        rolled_back = accepted < text.drafted
+        if accepted < len(lengths):
+            del text.tokens[lengths[accepted] :]
+            self._write(text, "rollback" if rolled_back else "write", own[accepted])
         text.counts.large_calls += 1
         text.counts.rollbacks += rolled_back
         text.held = [min(held, len(text.tokens) - 1) for held in text.held]
@@ -276,13 +300,13 @@ class Bild:
         self._tell(text, lengths.start)
 
     def _tell(self, text: _Text, start: int) -> None:
-        """All tokens stand, those from `start` on since now."""
+        """Mark all tokens as accepted and report those from `start` on."""
         text.drafted, text.counts.tokens = 0, len(text.tokens)
         if self.on_tokens is not None:
             self.on_tokens(text.index, text.tokens[start:])
 
     def _let_go(self) -> None:
-        """Let finished texts leave, when enough of them have gathered."""
+        """Compact the batch if enough texts have finished."""
         finished = [text.row for text in self._present if text.finished]
         if len(finished) == len(self._present) or not who_leaves(finished, len(self._present)):
             return
@@ -298,9 +322,17 @@ class Bild:
     def _scores(
         self, size: int, texts: Sequence[_Text], lengths: Sequence[range]
     ) -> tuple[Tensor, list[Place]]:
-        """The edited scores (N, V) of what follows so many tokens of each text, and the places of the N.
+        """Run a model and return its transformed scores at the requested places.
 
-        size: which model's. lengths: all from the tokens on that it holds, or one behind, to a text's end at most.
+        Args:
+            size: `_SMALL` or `_LARGE`.
+            texts: the texts to run.
+            lengths: for each text a range of lengths. The score at a length is that of the token
+                that follows as many generated tokens. A range starts at most one after the tokens
+                that the model holds, and ends at the end of the text at most.
+
+        Returns:
+            Scores (N, V) and their N places.
         """
         spans = [
             Span(text.row, text.held[size], self._tokens(text, text.held[size], wanted[-1]))
@@ -313,17 +345,18 @@ class Bild:
         else:
             assert first is not None
             logits = first[:0]
-        whole = all(
+        # Whether the new logits are exactly those requested.
+        exact = all(
             text.held[size] + 1 == wanted[0] for text, wanted in zip(texts, lengths, strict=True)
         )
         pieces, end = list[Tensor](), 0
         for text, wanted in zip(texts, lengths, strict=True):
-            behind = wanted[0] - 1
-            if behind < 0 and first is not None:
+            start = wanted[0] - 1
+            if start < 0 and first is not None:
                 pieces.append(first[text.row : text.row + 1])
-                behind = 0
+                start = 0
             end += wanted[-1] - text.held[size]
-            pieces.append(logits[end - (wanted[-1] - behind) : end])
+            pieces.append(logits[end - (wanted[-1] - start) : end])
             text.held[size] = wanted[-1]
         places = [
             (text.index, place)
@@ -340,13 +373,13 @@ class Bild:
         return self._edited(scores, places), places
 
     def _tokens(self, text: _Text, start: int, end: int) -> list[int]:
-        """Of a text, -1 being its prompt's last."""
+        """Return tokens `start` to `end` of a text; -1 is the last token of its prompt."""
         return (
             text.tokens[start:end] if start >= 0 else [self._last[text.index], *text.tokens[:end]]
         )
 
     def _edited(self, scores: Tensor, places: Sequence[Place]) -> Tensor:
-        """Apply the edits to scores (N, V), those of texts of one length at a time."""
+        """Apply the transforms to scores (N, V), one text length at a time."""
         if not self.transforms:
             return scores
         by_length: dict[int, list[int]] = {}
@@ -367,7 +400,7 @@ class Bild:
             scores[at] = apply_transforms(
                 scores[at],
                 Text(ids, prompt_length),
-                [_of_texts(edit, texts) for edit in self.transforms],
+                [_of_texts(transform, texts) for transform in self.transforms],
             )
         return scores
 
@@ -376,7 +409,7 @@ class Bild:
         text.tokens.append(token)
 
     def _find_ends(self, texts: Sequence[_Text]) -> None:
-        """See which texts end with their last token."""
+        """Update `ended` of each text from its last token and its length."""
         lengths = {len(text.tokens) for text in texts}
         full = {length for length in lengths if self.stop.ends_all(self.prompt.shape[1] + length)}
         for text in texts:
@@ -388,7 +421,7 @@ class Bild:
 
 
 def _of_texts(edit: LogitsTransform, texts: list[int]) -> LogitsTransform:
-    """An edit that has something of every text, with that of these."""
+    """Return a transform restricted to these texts, if it holds state of every text."""
     if isinstance(edit, NGramBlock) and edit.source is not None and len(edit.source) > 1:
         return replace(edit, source=edit.source[texts])
     if isinstance(edit, Penalty) and isinstance(edit.start, Tensor):

@@ -1,4 +1,4 @@
-"""What a call of big-little decoding says: the same options, ranges and messages in every toolkit."""
+"""Options of big-little decoding: the same names, ranges and messages in every toolkit."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,26 +6,29 @@ from dataclasses import dataclass
 from typing import Any
 
 FALLBACK, ROLLBACK, MAX_DRAFT = 0.6, 2.0, 10
-"""What holds where a call does not say."""
+"""Default values."""
 
 NAMES = (
-    "fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat", "adaptive_draft",
-    "speculative_beams",
+    "fallback_threshold", "rollback_threshold", "max_draft", "lossless", "paper_compat",
+    "adaptive_draft", "speculative_beams",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for.
+    """Options of one call.
 
     Attributes:
-        small: the small model; None where it is the first `layers` of the large one itself.
-        fallback: the least probability with which the small model goes on. rollback: the most that one of its tokens
-            may cost, -log p under the large model.
+        small: the small model; None if it is the first `layers` layers of the large one.
+        layers: number of those layers, or None.
+        fallback: minimum probability with which the small model continues to draft.
+        rollback: maximum cost of a drafted token, -log p under the large model in nats.
+        max_draft: maximum number of tokens per draft.
         lossless: whether the output is the large model's own.
-        adaptive: whether the small model drafts only where that is faster; None: where that cannot be told from the
-            output, which is lossless and not drawn.
-        beams: how many steps of a beam search are drafted at a time; 0 for none.
+        paper_compat: whether to follow the program of the paper's authors.
+        adaptive: whether the small model drafts only where that is faster. None: only if that
+            cannot change the output, that is, if it is lossless and not sampled.
+        beams: number of beam search steps drafted at a time; 0 for none.
     """
 
     small: Any
@@ -47,28 +50,33 @@ def options(
     smalls: tuple[str, str],
     called: Callable[[str], str] = str,
 ) -> Options:
-    """Return the options of a call.
+    """Return the validated options of a call.
 
     Args:
-        asked: what it says, by `NAMES`. stored: what holds where it does not say.
-        smalls: how its user names the small model, and layers of the large one.
-        called: how its user names one of `NAMES`.
+        small: the small model, or None.
+        layers: number of layers of the large model that draft instead, or None.
+        asked: values that the call passes, keyed by `NAMES`.
+        stored: values that apply where the call passes none.
+        smalls: names under which the user passes the small model and the number of layers.
+        called: maps one of `NAMES` to the name that the user knows.
 
     Raises:
-        ValueError, TypeError: a value is not one that it can have; or not just one small model is given.
+        ValueError: a value is out of range, options contradict each other, or not exactly one of
+            `small` and `layers` is passed.
+        TypeError: a value has the wrong type.
     """
     if (small is None) == (layers is None):
-        said = "".join(
+        prefix = "".join(
             f"{', '.join(map(called, values))}: " for values in (asked or stored,) if values
         )
         raise ValueError(
-            f"{said}big-little decoding needs a small model, either {smalls[0]} or {smalls[1]} (layers of the model "
-            f"itself), and got {'neither' if small is None else 'both'}"
+            f"{prefix}big-little decoding needs a small model, either {smalls[0]} or {smalls[1]} "
+            f"(layers of the model itself), and got {'neither' if small is None else 'both'}"
         )
     if asked.get("lossless") and asked.get("rollback_threshold") is not None:
         raise ValueError(
-            f"{called('lossless')}=True keeps no token but the large model's own; {called('rollback_threshold')}="
-            f"{asked['rollback_threshold']} would keep others"
+            f"{called('lossless')}=True keeps no token but the large model's own; "
+            f"{called('rollback_threshold')}={asked['rollback_threshold']} would keep others"
         )
     if asked.get("rollback_threshold") is not None or asked.get("lossless") is False:
         stored = {
@@ -79,8 +87,8 @@ def options(
     values = {**stored, **asked}
     if values.get("adaptive_draft") and not values.get("lossless"):
         raise ValueError(
-            f"{called('adaptive_draft')}=True goes by the clock, and would change the output: it needs "
-            f"{called('lossless')}=True"
+            f"{called('adaptive_draft')}=True goes by the clock, and would change the output: "
+            f"it needs {called('lossless')}=True"
         )
     return Options(
         small, layers,
@@ -94,7 +102,7 @@ def options(
 
 
 def one_text(name: str, value: object) -> str:
-    """What is said of an option that asks for more than one text."""
+    """Return the error message for an option that requests more than one text per input."""
     return f"big-little decoding writes one text per input: {name} is {value}, and must be 1"
 
 
@@ -103,13 +111,14 @@ def _number(name: str, value: Any, most: float) -> float:
         raise TypeError(f"{name} is a {type(value).__name__}, {value!r}; it must be a number")
     if not 0.0 <= value <= most:
         raise ValueError(
-            f"{name} is {value}; it must be {f'from 0 to {most:g}' if most < math.inf else '0 or more'}"
+            f"{name} is {value}; "
+            f"it must be {f'from 0 to {most:g}' if most < math.inf else '0 or more'}"
         )
     return float(value)
 
 
 def _steps(name: str, value: Any) -> int:
-    """True is one step at a time, False none."""
+    """Validate a number of steps; True means 1 and False means 0."""
     return int(value) if isinstance(value, bool) or value == 0 else _count(name, value)
 
 

@@ -1,4 +1,4 @@
-"""Which tokens a small model drafts, and which of them a large one lets stand."""
+"""Policies of speculative decoding: how the small model drafts and the large model verifies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,39 +11,58 @@ from torch.nn import functional as F
 from fastgen.ops.selection.kbest import argmax
 
 Place = tuple[int, int]
-"""A text, and how many tokens behind its prompt."""
+"""Position in a text: the text's index, and the number of generated tokens before the position."""
 
 
 class Drafted(NamedTuple):
-    """A token for each of N places, and the probability of the likeliest one there."""
+    """Draft for N places.
+
+    Attributes:
+        tokens: drafted token of each place.
+        confidence: probability of the most probable token of each place.
+    """
 
     tokens: list[int]
     confidence: list[float]
 
 
 class Checked(NamedTuple):
-    """What the large model says of each of N places: its own token, and whether the drafted one stands."""
+    """Verification of N places by the large model.
+
+    Attributes:
+        own: the large model's token of each place.
+        stands: whether the drafted token of each place is accepted.
+    """
 
     own: list[int]
     stands: list[bool]
 
 
 class Policy(Protocol):
+    """Drafting and verification rules."""
+
     def draft(self, scores: Tensor, places: Sequence[Place]) -> Drafted:
-        """Choose by scores (N, V) fp32 of the small model."""
+        """Draft tokens from scores (N, V) fp32 of the small model."""
         ...
 
     def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
-        """Choose by scores (N, V) fp32 of the large model; drafted: tokens (N,), -1 where there is none."""
+        """Verify drafted tokens.
+
+        Args:
+            scores: (N, V) fp32, of the large model.
+            places: N places.
+            drafted: N tokens, -1 at places without a draft.
+        """
         ...
 
 
 @dataclass
 class Likeliest:
-    """The likeliest tokens; a drafted one stands where it is the large model's own, or cheap enough.
+    """Greedy policy: accept a drafted token if it is the large model's own or cheap enough.
 
-    rollback: the most that a token may cost, -log p under the large model, natural logarithm. With 0 none stands but
-        the large model's own, so that the text is its greedy output.
+    Args:
+        rollback: maximum cost of an accepted token, -log p under the large model in nats. With 0
+            only the large model's own tokens are accepted, so the text is its greedy output.
 
     Source: Kim et al. 2023 (BiLD), section 3.
     """
@@ -69,7 +88,7 @@ class Likeliest:
 
 @dataclass
 class Noting:
-    """Another policy, and what the large model says of the tokens that stand in the end."""
+    """Wrapper of a policy that records the large model's scores of the final tokens."""
 
     policy: Policy
     _seen: list[tuple[Sequence[Place], Sequence[int], list[int], Tensor]] = field(
@@ -90,30 +109,28 @@ class Noting:
         return checked
 
     def scores_of(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Of each token of all texts, its score as the large model saw it; one look at the device."""
+        """Return the large model's score of each token of all texts; reads the device once."""
         values: list[list[float]] = cast(
             Any, torch.cat([scores for *_, scores in self._seen])
         ).tolist()
-        each = (
-            seen
+        checks = (
+            check
             for places, drafted, own, _ in self._seen
-            for seen in zip(places, drafted, own, strict=True)
+            for check in zip(places, drafted, own, strict=True)
         )
-        found: dict[Place, dict[int, float]] = {}
-        for (place, token, other), (of_token, of_other) in zip(each, values, strict=True):
-            found[place] = {
-                token: of_token,
-                other: of_other,
-            }  # what was forgotten is overwritten by what came there
+        by_place: dict[Place, dict[int, float]] = {}
+        for (place, token, other), (token_score, other_score) in zip(checks, values, strict=True):
+            # A later check of the same place replaces one that was rolled back.
+            by_place[place] = {token: token_score, other: other_score}
         return [
-            [found[text, i][token] for i, token in enumerate(tokens)]
+            [by_place[text, i][token] for i, token in enumerate(tokens)]
             for text, tokens in enumerate(texts)
         ]
 
 
 @dataclass
 class Drawn:
-    """Tokens drawn from the models' distributions; a drafted one stands as in `Likeliest`."""
+    """Sampling policy; a drafted token is accepted as in `Likeliest`."""
 
     rollback: float
 
@@ -130,10 +147,13 @@ class Drawn:
 
 @dataclass
 class Rejection:
-    """Tokens that are distributed as the large model's own samples, whatever is drafted.
+    """Rejection sampling policy: the output is distributed as samples of the large model.
 
-    Source: Leviathan et al. 2023, algorithm 1: a token x drawn from p stands with probability min(1, q(x) / p(x)); in
-    place of one that does not, one is drawn from max(0, q - p), normalised.
+    A token x drawn from the small model's p is accepted with probability min(1, q(x) / p(x)), where
+    q is the large model's distribution. A rejected token is replaced by a sample of max(0, q - p),
+    normalised.
+
+    Source: Leviathan et al. 2023, algorithm 1.
     """
 
     _drawn_from: dict[Place, Tensor] = field(default_factory=dict[Place, Tensor], init=False)
@@ -146,9 +166,9 @@ class Rejection:
     def check(self, scores: Tensor, places: Sequence[Place], drafted: Sequence[int]) -> Checked:
         large = torch.softmax(scores, 1)
         nothing = large.new_zeros(large.shape[1])
-        each = zip(places, drafted, strict=True)
+        drafts = zip(places, drafted, strict=True)
         small = torch.stack(
-            [nothing if token < 0 else self._drawn_from[place] for place, token in each]
+            [nothing if token < 0 else self._drawn_from[place] for place, token in drafts]
         )
         self._drawn_from.clear()
         tokens = torch.tensor(drafted, device=scores.device, dtype=torch.int64).clamp_(min=0)[
@@ -157,10 +177,9 @@ class Rejection:
         at_large, at_small = large.gather(1, tokens)[:, 0], small.gather(1, tokens)[:, 0]
         stands: list[bool] = cast(Any, torch.rand_like(at_small) * at_small < at_large).tolist()
         rest = (large - small).clamp_(min=0.0)
-        alike = (
-            rest.sum(1, keepdim=True) == 0.0
-        )  # then every draft stands, and nothing is drawn from the rest
-        return Checked(_draw(torch.where(alike, large, rest)), stands)
+        # Equal distributions leave no rest. Every draft is then accepted and the sample unused.
+        equal = rest.sum(1, keepdim=True) == 0.0
+        return Checked(_draw(torch.where(equal, large, rest)), stands)
 
 
 def _draw(weights: Tensor) -> list[int]:
@@ -168,14 +187,14 @@ def _draw(weights: Tensor) -> list[int]:
 
 
 def _read(*columns: Tensor) -> list[list[float]]:
-    """Numbers (N,) of several kinds, in one look at the device."""
+    """Copy columns (N,) to the host in one device read."""
     if not columns[0].is_cuda:
         return [cast(Any, column).tolist() for column in columns]
     return cast(Any, torch.stack([column.double() for column in columns])).tolist()
 
 
 def _costs(scores: Tensor, drafted: Sequence[int]) -> Tensor:
-    """-log p of the drafted tokens (N,); of any token where there is none."""
+    """Return -log p of the drafted tokens, (N,); of token 0 at places without a draft."""
     tokens = torch.tensor(drafted, device=scores.device, dtype=torch.int64).clamp_(min=0)
     return F.cross_entropy(scores, tokens, reduction="none")
 

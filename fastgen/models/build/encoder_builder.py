@@ -1,4 +1,4 @@
-"""What makes an encoder's layers of a live model's parts, by the record of their names (`decoder_layouts`)."""
+"""Build an encoder's layers from the modules named in `models.specs.encoder_layouts`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,15 +20,18 @@ from fastgen.models.specs.decoder_layouts import Attention, Layout
 from fastgen.ops import native
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-"""Not float16, in which the layers of some families clamp what overflows."""
+"""Supported dtypes. Some families clamp overflowing activations in float16, so it is excluded."""
 
 
 _not_written: "WeakSet[nn.Module]" = WeakSet()
-"""Encoders with parts that are not written in C."""
+"""Encoders that contain sublayers without a C implementation."""
 
 
 def may_run_in_c(module: nn.Module) -> bool:
-    """Whether C runs an encoder's layers, as far as can be said before they are read; it is always the faster way."""
+    """Return whether C is expected to run an encoder's layers, judged before they are read.
+
+    C is always the faster way.
+    """
     return (
         native.library() is not None
         and linear.reason_off(module) is None
@@ -42,18 +45,20 @@ def encoder_of(
     """Build the layers of an encoder in evaluation mode.
 
     Args:
-        longest: positions of a sentence at most.
-        of: the encoder that `module` stands for; None for itself.
+        module: The encoder, or the module that holds its layers.
+        layout: The names of its parts.
+        longest: Maximum number of positions per sentence.
+        of: The encoder that `module` stands in for; None for `module` itself.
 
     Raises:
-        NotFused: where anything is not as the layout says.
+        NotFused: The encoder differs from its layout.
     """
     with reading("encoder"):
         return _EncoderReader(module, layout, longest).encoder(of or module)
 
 
 class _EncoderReader(Reader):
-    """Reads an encoder's parts. Its linear layers need carry no route to be run by `ops.linear`."""
+    """Reads an encoder's parts; its linear layers use `ops.linear` without being routed."""
 
     def __init__(self, module: nn.Module, layout: Layout, longest: int) -> None:
         super().__init__(module, layout, longest)
@@ -76,23 +81,29 @@ class _EncoderReader(Reader):
         return encoder
 
     def self_attention(self, module: Any, names: Attention) -> SentenceAttention:
-        found = super().self_attention(module, names)
-        if found.query_norm is not None or found.softcap is not None or found.rotary is not None:
+        attention = super().self_attention(module, names)
+        if (
+            attention.query_norm is not None
+            or attention.softcap is not None
+            or attention.rotary is not None
+        ):
             raise NotFused("attention in a form of its own")
-        return SentenceAttention(found.parts, found.heads, found.dims, found.scale, self.table)
+        return SentenceAttention(
+            attention.parts, attention.heads, attention.dims, attention.scale, self.table
+        )
 
     def biased(self, module: Any, seen: str | None) -> None:
-        """Keep the bias of a module: the next ones, which have none, take the same."""
+        """Record a module's position bias, which later layers without one share."""
         if getattr(module, "has_relative_attention_bias", False):
             self.read.add(module.relative_attention_bias)
             self.table = PositionBias(partial(module.compute_bias, self.longest, self.longest))
 
     def product(self, module: Any) -> Product:
-        found = super().product(module)
-        if type(found) is Own and self.routes and linear.is_plain(module):
+        own = super().product(module)
+        if type(own) is Own and self.routes and linear.is_plain(module):
             packed_weights.check(module)
             return Linear(module, transposed=False, memory=self.memory)
-        return found
+        return own
 
     def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:
         return tuple(map(self.product, modules))

@@ -1,6 +1,8 @@
-"""The proof of a step from the weights: a decoder's first one is made both ways, and compared; so is an encoder's pass.
+"""Equivalence checks of fused steps against the model's own forward.
 
-What was found is of the step as it was read: what was written into a model or its config since asks for a new proof.
+The first fused decode step of a decoder runs both ways, and the logits are compared; so are the
+outputs of an encoder's first pass. A verdict holds for the facts of the step it was reached for:
+after a change of the model or its config the check runs again.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,44 +21,58 @@ from fastgen.ops.processor import in_tf32
 _T = TypeVar("_T")
 
 OTHERWISE = "they compute something else than its family's"
-"""The reason for which a model that was compared and differs is not fused."""
+"""Reason why a model whose fused step failed the comparison is not fused."""
 
 UNDECIDED = "the first logits are not finite, so that nothing can be compared"
-"""The reason for which one call of a model is not fused."""
+"""Reason why a single call is not fused."""
 
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""How far apart tensors may lie that count as alike, in proportion to their spread; in half precision 0.03."""
+"""Largest distance of equal tensors, relative to their spread; 0.03 in half precision."""
 
 ROUNDED = 3.0
-"""How many times as far apart as rounding puts them they may lie, where that was tried, and is more.
+"""Largest distance of equal tensors, as a multiple of the effect of rounding noise.
 
-Two ways to make the logits of 12 layers in bfloat16 lie up to 0.1 apart, a tenth to nine tenths of what rounding each
-sublayer's output once more makes of them (BART-large's, GPT-2's and Marian's shapes, random weights; on a CPU).
+The larger of the two limits applies.
+
+Two ways to compute the logits of 12 layers in bfloat16 differ by up to 0.1. That is a tenth to nine
+tenths of the effect of rounding each sublayer's output once more (shapes of BART-large, GPT-2 and
+Marian, random weights, on a CPU).
 """
 
 
 def agree(found: Tensor, own: Tensor, rounded: Tensor | None = None) -> bool | None:
-    """Whether logits (R, V) of a fused step are those of the model's own forward, but for rounding.
-
-    None where they cannot tell, as they are not finite.
+    """Return whether logits of a fused step equal those of the model's own forward up to rounding.
 
     Args:
-        rounded: what was found where each sublayer's output was rounded once more.
+        found: (R, V), of the fused step.
+        own: (R, V), of the model's own forward.
+        rounded: (R, V), of the fused step with rounding noise added to each sublayer's output.
+
+    Returns:
+        None where `own` is not finite, so that nothing can be compared.
     """
     if not bool(own.isfinite().all()):
         return None
     if found.shape != own.shape:
         return False
-    found, mine = found.double(), own.double()
-    spread, apart = (mine - mine.mean(-1, keepdim=True)).norm(), (found - mine).norm()
-    if bool(apart <= TOLERANCE.get(own.dtype, 3e-2) * spread):
+    found, reference = found.double(), own.double()
+    spread, distance = (
+        (reference - reference.mean(-1, keepdim=True)).norm(),
+        (found - reference).norm(),
+    )
+    if bool(distance <= TOLERANCE.get(own.dtype, 3e-2) * spread):
         return True
-    return rounded is not None and bool(apart <= ROUNDED * (rounded.double() - found).norm())
+    return rounded is not None and bool(distance <= ROUNDED * (rounded.double() - found).norm())
 
 
 class Proven(Protocol):
-    """What is made from the weights of a module; facts: what else it was made from, equal where nothing has changed."""
+    """A step or encoder built from the weights of a module.
+
+    Attributes:
+        module: The module.
+        facts: Whatever else it was built from; equal as long as nothing has changed.
+    """
 
     @property
     def module(self) -> nn.Module: ...
@@ -65,23 +81,39 @@ class Proven(Protocol):
 
 
 class Written(Protocol):
-    """A layer of the cache: tokens of a beam, and slots of all, behind the prefix."""
+    """A layer of the KV cache.
+
+    Attributes:
+        steps: Generated tokens per beam, beyond the prefix.
+        filled: Filled slots of all beams, beyond the prefix.
+    """
 
     steps: int
     filled: int
 
 
 class Tried(NamedTuple):
-    """Tensors that are to be compared, and the same where each sublayer's output was rounded once more, if it was."""
+    """Tensors to compare.
+
+    Attributes:
+        found: Outputs of the fused step.
+        rounded: The same with rounding noise in each sublayer's output; None where it was not run.
+    """
 
     found: Sequence[Tensor]
     rounded: Sequence[Tensor] | None = None
 
 
 def trial(step: Callable[[], Tensor], text: Sequence[Written], dtype: torch.dtype) -> Tried | None:
-    """Make a step, and let its token be written to the layers once more; None where it cannot be made.
+    """Run a step and rewind the cache, so that the next step overwrites its token.
 
-    dtype: in which it computes.
+    Args:
+        step: Returns the logits.
+        text: Layers of the self-attention KV cache.
+        dtype: The dtype in which the step computes.
+
+    Returns:
+        None where the step fails.
     """
     before = [(layer.steps, layer.filled) for layer in text]
 
@@ -96,32 +128,41 @@ def trial(step: Callable[[], Tensor], text: Sequence[Written], dtype: torch.dtyp
 
 
 def tried(make: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> Tried | None:
-    """Make what is to be compared, in a precision in which rounding counts twice; None where it cannot be made."""
-    found = made(make)
-    if found is None or (unit := _unit(dtype, found[0].device)) is None:
-        return None if found is None else Tried(found)
-    generator = torch.Generator(found[0].device).manual_seed(0)
+    """Compute the tensors to compare; in coarse precision, also compute them with rounding noise.
+
+    Args:
+        make: Returns the tensors.
+        dtype: The dtype in which it computes.
+
+    Returns:
+        None where `make` fails.
+    """
+    outputs = made(make)
+    if outputs is None or (unit := _unit(dtype, outputs[0].device)) is None:
+        return None if outputs is None else Tried(outputs)
+    generator = torch.Generator(outputs[0].device).manual_seed(0)
 
     def once_more(x: Tensor) -> Tensor:
         noise = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
         return (x * (1 + unit * (2 * noise - 1))).to(x.dtype)
 
     with assigned(rounding, once_more):
-        return Tried(found, made(make))
+        return Tried(outputs, made(make))
 
 
 def _unit(dtype: torch.dtype, device: torch.device) -> float | None:
-    """By how much at most a number is rounded, in proportion, where that is much; else None."""
+    """Return the largest relative rounding error of a coarse precision; None for a fine one."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.finfo(dtype).eps / 2
     coarse = dtype == torch.float32 and device.type == "cuda" and in_tf32()
-    return torch.finfo(torch.float16).eps / 2 if coarse else None  # which has as many bits
+    # TF32 has as many mantissa bits as float16.
+    return torch.finfo(torch.float16).eps / 2 if coarse else None
 
 
 def made(what: "Callable[[], _T]") -> "_T | None":
-    """Compute something; None where that fails, but for want of memory.
+    """Return the result of a function; None where it fails for a reason other than lack of memory.
 
-    Weights are packed for it, where they would be in the steps to come: what runs then is what is compared.
+    Weights are packed at once, so that the comparison covers the products that later steps run.
     """
     try:
         with packed_weights.packing_at_once():
@@ -133,9 +174,15 @@ def made(what: "Callable[[], _T]") -> "_T | None":
 
 
 def verdict(step: Proven, what: Tried | None, own: Tensor) -> str | None:
-    """Compare a model's first step with its own forward's logits (R, V), once for all; return why it is not fused.
+    """Compare a model's first fused step with its own forward and record the verdict.
 
-    Of an encoder, what it puts out.
+    Args:
+        step: The fused step, or the encoder.
+        what: Result of `trial` or `tried`.
+        own: (R, V) logits of the model's own forward; of an encoder, its output.
+
+    Returns:
+        The reason why the model is not fused; None where it is.
     """
     same = _alike(what, [own])
     if same is None:
@@ -146,7 +193,7 @@ def verdict(step: Proven, what: Tried | None, own: Tensor) -> str | None:
 
 
 def _alike(what: Tried | None, own: Sequence[Tensor]) -> bool | None:
-    """Whether all that was made agrees with the decoder's own; None where it cannot be told."""
+    """Return whether all tensors equal the decoder's own; None where that cannot be decided."""
     if what is None or len(what.found) != len(own):
         return False
     rounded = what.rounded or [None] * len(own)
@@ -155,17 +202,17 @@ def _alike(what: Tried | None, own: Sequence[Tensor]) -> bool | None:
 
 
 def outcome(step: Proven) -> bool | None:
-    """Whether a step like this one has agreed with its decoder's own forward; None where none has been compared."""
+    """Return the recorded verdict for a step with these facts; None where none was reached."""
     return _known(_outcomes, step)
 
 
 def first_outcome(step: Proven) -> bool | None:
-    """Whether a text's first token, run as such a step is, has agreed with its decoder's own forward, as `outcome`."""
+    """Return the recorded verdict for the first token of a text, as `outcome`."""
     return _known(_first_outcomes, step)
 
 
 def first_verdict(step: Proven, what: Tried | None, own: Sequence[Tensor]) -> None:
-    """Compare what a text's first token has made with what the decoder's own forward has, once for all."""
+    """Compare a fused first token with that of the decoder's own forward and record the verdict."""
     same = _alike(what, own)
     if same is not None:
         _first_outcomes[step.module] = step.facts, same
@@ -177,29 +224,29 @@ def _known(outcomes: "_Outcomes", step: Proven) -> bool | None:
 
 
 def outcome_in_c(step: Proven) -> bool | None:
-    """Whether C has put out for an encoder what its operations do one by one, as `outcome`."""
+    """Return the recorded verdict for an encoder's layers in C, as `outcome`."""
     return _known(_outcomes_in_c, step)
 
 
 def verdict_in_c(step: Proven, found: Tensor, own: Tensor) -> None:
-    """Compare what C puts out for an encoder with what its operations do one by one, once for all."""
+    """Compare an encoder's output in C with that of its torch operations and record the verdict."""
     same = agree(found, own)
     if same is not None:
         _outcomes_in_c[step.module] = step.facts, same
 
 
 def by_modules(reason: object) -> str:
-    """How a plan says that decode steps are not made from the weights."""
+    """Return the note of a plan that decode steps are not fused."""
     return f"decode steps run through the model's own modules: {reason}"
 
 
 _Outcomes: TypeAlias = "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], bool]]"
 
 _outcomes: _Outcomes = WeakKeyDictionary()
-"""Decoders whose first fused step has been compared with their own forward: its facts, and whether the two agreed."""
+"""Facts and verdict of the first fused step, by decoder."""
 
 _first_outcomes: _Outcomes = WeakKeyDictionary()
-"""The same of a text's first token."""
+"""Facts and verdict of the fused first token, by decoder."""
 
 _outcomes_in_c: _Outcomes = WeakKeyDictionary()
-"""Encoders whose layers C has run: their facts, and whether that agreed with their operations one by one."""
+"""Facts and verdict of the layers in C, compared with their torch operations, by encoder."""

@@ -1,4 +1,4 @@
-"""The parts of a live model, and those that nobody has read: what a decode step from the weights must not overlook."""
+"""Lookup of a live model's parts, and checks for parts and hooks that a fused step would ignore."""
 
 from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager
@@ -18,15 +18,15 @@ from fastgen.models.routing.instance import (
 
 
 class NotFused(Exception):
-    """A model's decode step cannot be made from its weights; the message is the reason, as status() shows it."""
+    """A model cannot be fused; the message is the reason shown by `fastgen.status()`."""
 
 
 @contextmanager
 def reading(part: str) -> Generator[None]:
-    """Within it, a part that is not what its name says is a reason not to read the whole.
+    """Context manager that turns errors while reading a model's part into `NotFused`.
 
     Raises:
-        NotFused: there was such a part.
+        NotFused: The part is not what its name says.
     """
     try:
         yield
@@ -35,21 +35,21 @@ def reading(part: str) -> Generator[None]:
 
 
 def at(module: nn.Module, path: str) -> Any:
-    """A part by its path: a module, or a function that a module has as an attribute.
+    """Return a submodule, or a function held as an attribute, by its dotted path.
 
     Raises:
-        NotFused: there is none.
+        NotFused: There is no such part.
     """
-    found: Any = module
+    part: Any = module
     for name in path.split(".") if path else ():
-        found = found._modules.get(name) if name in found._modules else getattr(found, name, None)
-        if found is None:
+        part = part._modules.get(name) if name in part._modules else getattr(part, name, None)
+        if part is None:
             raise NotFused(f"its decoder has no {path}")
-    return found
+    return part
 
 
 def part_or_none(module: nn.Module, path: str) -> Any:
-    """A part by its path; None where there is none."""
+    """Return a part by its path; None where there is none."""
     try:
         return at(module, path)
     except NotFused:
@@ -61,17 +61,20 @@ def is_there(module: nn.Module, path: str) -> bool:
 
 
 def name_of(thing: object) -> str:
-    """A thing's class and the package it is of."""
+    """Return the class name of an object, prefixed with its top-level package."""
     return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__name__}"
 
 
 def check_unread(
     model: nn.Module, paths: Sequence[str], read: Container[nn.Module], called: bool = True
 ) -> None:
-    """Raise NotFused where a decoder has a part that was not read, and is more than a dropout.
+    """Raise `NotFused` where a decoder contains a part that was not read and is not a dropout.
 
-    paths: of the decoder, and of what comes behind it, from the model. read: the modules that were.
-    called: whether the model and the decoder are called.
+    Args:
+        model: The model.
+        paths: Paths from the model: that of the decoder, then those of the parts after it.
+        read: The modules that were read.
+        called: Whether the toolkit calls the model and the decoder as modules.
     """
     along = [found for path in paths for found in _along(model, path)]
     decoder = at(model, paths[0])
@@ -85,18 +88,20 @@ def check_unread(
             continue
         if type(module).__module__.partition(".")[0] not in TOOLKITS:
             raise NotFused(f"{name_of(module)} is a class of its own")
-        holds = next((n for n, p in module._parameters.items() if p is not None), None)
-        if holds is not None or not module._modules:
+        parameter = next((n for n, p in module._parameters.items() if p is not None), None)
+        if parameter is not None or not module._modules:
             around = at(model, paths[0]) if module not in along else model
             name = next(name for name, part in around.named_modules() if part is module)
-            where = name if holds is None else f"{name}.{holds}"
+            where = name if parameter is None else f"{name}.{parameter}"
             raise NotFused(f"a part of its own, {where}")
 
 
 def check_plain(modules: Sequence[nn.Module], uncalled: Container[nn.Module] = ()) -> None:
-    """Raise NotFused where more runs than the forwards of the modules' classes, or those do more than compute.
+    """Raise `NotFused` where modules are in training mode, hooked, compiled or overridden.
 
-    uncalled: those whose `forward` is called in place of themselves, so that their hooks do not run.
+    Args:
+        modules: The modules to check.
+        uncalled: Modules whose `forward` is called directly, so that their hooks do not run.
     """
     if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
         raise NotFused("a hook on all modules")
@@ -116,8 +121,8 @@ def check_plain(modules: Sequence[nn.Module], uncalled: Container[nn.Module] = (
 
 
 def foreign_hook(module: nn.Module) -> bool:
-    """Whether a module has a hook that is not transformers' own."""
-    if not (module._forward_hooks or module._forward_pre_hooks):  # seldom there are any
+    """Return whether a module has a hook that is not transformers' own."""
+    if not (module._forward_hooks or module._forward_pre_hooks):  # the common case
         return False
     return any(
         map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
@@ -125,18 +130,17 @@ def foreign_hook(module: nn.Module) -> bool:
 
 
 def reads_rows(module: nn.Module) -> str | None:
-    """What somebody has put on a module that may look at the rows it is given: a hook, or a forward; None for neither.
+    """Describe a hook or forward put on a module that may inspect its rows; None for none.
 
-    Adapters for each sentence are chosen by such code (PEFT's `adapter_names`), and vectors are added by it.
+    Such code selects an adapter per sentence (PEFT's `adapter_names`) or adds steering vectors.
     """
     if foreign_hook(module):
         return f"a hook on a {type(module).__name__}"
     own = module.__dict__.get("forward")
     if own is None or isinstance(own, Routed) or runs_its_class(module):
         return None
-    if (
-        hook := getattr(module, "_hf_hook", None)
-    ) is not None:  # accelerate's `add_hook_to_module` put it there
+    # accelerate's `add_hook_to_module` sets `_hf_hook`.
+    if (hook := getattr(module, "_hf_hook", None)) is not None:
         if all(map(_moves_only, getattr(hook, "hooks", [hook]))):
             return None
         return f"a hook on a {type(module).__name__}"
@@ -147,18 +151,18 @@ _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 def _along(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules on the way from a model to a part, itself included."""
-    found = [model]
+    """Return the modules on the path from a model to a part, both included."""
+    modules = [model]
     for name in path.split(".") if path else ():
-        found.append(at(found[-1], name))
-    return found
+        modules.append(at(modules[-1], name))
+    return modules
 
 
 def _moves_only(hook: object) -> bool:
-    """Whether a hook of accelerate's is one of its own, which move or cast what a module computes with, row by row."""
+    """Return whether a hook is accelerate's own: those only move or cast tensors, row by row."""
     return type(hook).__module__.partition(".")[0] == "accelerate"
 
 
 def _foreign(hook: Any) -> bool:
-    """Whether a hook is not transformers' own, which only notes outputs, where they are asked for."""
+    """Return whether a hook is not transformers' own; those only record outputs on request."""
     return not getattr(hook, "__module__", "").startswith("transformers.utils.output_capturing")

@@ -1,7 +1,7 @@
-"""Functions of torch in whose place somebody has put others: attention libraries, quantisation tools, profilers.
+"""Detection of torch functions that were replaced, e.g. by attention libraries or profilers.
 
-fastgen computes what these functions do by its own means. Where one of them is not torch's own any more, calls run on
-the toolkit's code, which looks it up.
+fastgen computes what these functions do by other means. Where one of them was replaced, calls run
+the toolkit's code, which uses the replacement.
 """
 
 from types import BuiltinFunctionType
@@ -16,7 +16,10 @@ from fastgen.models.routing.instance import is_toolkits
 _LOOKED_UP: tuple[tuple[Any, str], ...] = (
     (
         F,
-        "scaled_dot_product_attention linear softmax layer_norm rms_norm embedding gelu relu silu dropout",
+        (
+            "scaled_dot_product_attention linear softmax layer_norm rms_norm embedding gelu relu "
+            "silu dropout"
+        ),
     ),
     (
         torch,
@@ -27,22 +30,23 @@ _LOOKED_UP: tuple[tuple[Any, str], ...] = (
     (nn.LayerNorm, "forward"),
     (nn.Embedding, "forward"),
 )
-"""What modules of the toolkits look up when they run, and fastgen's steps and products do not."""
+"""Functions that toolkit modules look up when they run, and that fused steps bypass."""
 
 _PLACES = [(owner, name) for owner, names in _LOOKED_UP for name in names.split()]
-_known: tuple[Any, ...] = ()  # what was found there last, and is all torch's own
+# The functions found by the last check that passed.
+_known: tuple[Any, ...] = ()
 
 
 def replaced() -> str | None:
-    """Say which function of torch has been replaced, and by what; None where all are torch's own."""
+    """Return which torch function was replaced and by what; None where all are torch's own."""
     global _known
     now = tuple([getattr(owner, name) for owner, name in _PLACES])
     if now == _known:
         return None
-    for (owner, name), found in zip(_PLACES, now, strict=True):
-        if not _is_torchs_own(found):
-            where = getattr(found, "__module__", None) or type(found).__module__
-            by = f"{where}.{getattr(found, '__qualname__', type(found).__name__)}"
+    for (owner, name), function in zip(_PLACES, now, strict=True):
+        if not _is_torchs_own(function):
+            where = getattr(function, "__module__", None) or type(function).__module__
+            by = f"{where}.{getattr(function, '__qualname__', type(function).__name__)}"
             return f"{_named(owner)}.{name} was replaced by {by}"
     _known = now
     return None

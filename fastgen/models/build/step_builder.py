@@ -1,7 +1,7 @@
-"""What makes a decode step of a live model's parts, by the record of their names (`models.specs.decoder_layouts`).
+"""Build a decode step from a live model's modules, named in `models.specs.decoder_layouts`.
 
-What a record does not name must not be there, be it an adapter in a layer's place, a hook, a part that a later version
-has added, or training mode: then the model makes its steps through its own forward.
+A model may contain only what its layout names. With anything else, such as an adapter, a hook, a
+part added by a later release, or training mode, decode steps run through the model's own forward.
 """
 
 import functools
@@ -43,20 +43,30 @@ from fastgen.models.specs.decoder_layouts import Attention, Layout
 
 
 def step_of(model: nn.Module, layout: Layout, longest: int) -> DecoderStep:
-    """Build the step of a model in evaluation mode.
+    """Build the decode step of a model in evaluation mode.
 
     Args:
-        longest: tokens of a text at most.
+        model: The model.
+        layout: The names of its parts.
+        longest: Maximum number of tokens of a text.
 
     Raises:
-        NotFused: where anything is not as the layout says.
+        NotFused: The model differs from its layout.
     """
     with reading("decoder"):
         return Reader(model, layout, longest).step()
 
 
 class _Part(NamedTuple):
-    """What a sublayer mixes with, the projection of its output, that output's own norm, and the sublayer's norm."""
+    """The parts of a sublayer.
+
+    Attributes:
+        layer: Index of the layer.
+        mix: Attention or feed-forward, without the output projection.
+        out: The output projection.
+        own: The norm of the output, before the residual sum; None for none.
+        norm: The sublayer's norm.
+    """
 
     layer: int
     mix: Callable[[Tensor, int, Any], Tensor]
@@ -66,7 +76,7 @@ class _Part(NamedTuple):
 
 
 class Reader:
-    """Reads the parts that a layout names, and finds what is left."""
+    """Reads the parts that a layout names, and checks that nothing else is left."""
 
     def __init__(self, model: Any, layout: Layout, longest: int) -> None:
         self.model, self.layout, self.longest = model, layout, longest
@@ -115,14 +125,14 @@ class Reader:
         return step
 
     def check_rest(self) -> None:
-        """Raise NotFused where a model has a part that was not read."""
+        """Raise `NotFused` where the model has a part that was not read."""
         paths = (self.layout.decoder, self.layout.head, self.layout.transform)
         check_unread(
             self.model, [path for path in paths if path is not None], self.read, self.layout.called
         )
 
     def stack(self) -> tuple[list[Sublayer], NormLike | None]:
-        """All sublayers, and the norm before the first one, where norms come first."""
+        """Return all sublayers; for pre-norm layers, also the norm before the first one."""
         layout, decoder = self.layout, self.decoder
         if not self.layers:
             raise NotFused("its decoder has no layers")
@@ -159,9 +169,8 @@ class Reader:
         layout, out = self.layout, self.product(at(self.model, self.layout.head))
         if layout.transform is None:
             return out
-        self.read.add(
-            at(self.model, layout.head.rpartition(".")[0])
-        )  # it has the head's bias as its own, too
+        # This module also registers the head's bias.
+        self.read.add(at(self.model, layout.head.rpartition(".")[0]))
         return Prediction(
             self.product(at(self.model, layout.transform)),
             self.activation(at(self.model, layout.transform_activation)),
@@ -170,16 +179,16 @@ class Reader:
         )
 
     def says(self, fact: bool | str) -> bool:
-        """What a record says of all layers, or the layers in an attribute of that name."""
+        """Return a layout's flag, which it states itself or as the name of a layer attribute."""
         if not isinstance(fact, str):
             return fact
-        said = [bool(getattr(layer, fact)) for layer in self.layers]
-        if len(set(said)) > 1:
-            raise NotFused(f"{fact} of its layers is {said}")
-        return said[0]
+        values = [bool(getattr(layer, fact)) for layer in self.layers]
+        if len(set(values)) > 1:
+            raise NotFused(f"{fact} of its layers is {values}")
+        return values[0]
 
     def check_layers(self) -> None:
-        """Raise NotFused where a layer asks for what no step does."""
+        """Raise `NotFused` where a layer has an option that no decode step implements."""
         for layer in self.layers:
             for path in self.layout.never:
                 where, _, name = path.rpartition(".")
@@ -194,10 +203,10 @@ class Reader:
             raise NotFused(f"a text of up to {self.longest} tokens, positions for {count}")
 
     def sublayers(self, index: int, layer: Any) -> list[_Part]:
-        layout, found = self.layout, list[_Part]()
+        layout, parts = self.layout, list[_Part]()
         for names, self_attention in ((layout.text, True), (layout.source, False)):
             if names is None or ("." not in names.module and getattr(layer, names.module) is None):
-                continue  # fairseq's language models name what they have not
+                continue  # fairseq's language models set absent parts to None
             module = at(layer, names.module)
             core = at(module, names.core)
             if getattr(core, "layer_idx", getattr(core, "layer_id", index)) not in (index, None):
@@ -208,7 +217,7 @@ class Reader:
                 else self.cross_attention(module, names)
             )
             out, own = self.product(at(module, names.out)), self.own_norm(layer, names.own_norm)
-            found.append(_Part(index, attend, out, own, self.norm_before(layer, names.norm)))
+            parts.append(_Part(index, attend, out, own, self.norm_before(layer, names.norm)))
         wide, gate = layout.wide, layout.gated
         if layout.wide_gated is not None:
             wide, gate = (wide, None) if is_there(layer, wide) else (layout.wide_gated, gate)
@@ -222,8 +231,8 @@ class Reader:
             self.product(at(layer, layout.narrow)),
             self.own_norm(layer, layout.feed_own_norm),
         )
-        found.append(_Part(index, feed, out, own, self.norm_before(layer, layout.feed_norm)))
-        return found
+        parts.append(_Part(index, feed, out, own, self.norm_before(layer, layout.feed_norm)))
+        return parts
 
     def norm_before(self, layer: Any, path: str) -> NormLike:
         return self.norm(at(layer, path)) if path else unnormed
@@ -239,9 +248,8 @@ class Reader:
         core = at(module, names.core)
         dims = getattr(core, self.layout.dims)
         parts = [at(module, name) for name in names.parts]
-        out = at(
-            module, names.out
-        )  # reads as many as there are heads, whatever the projections are
+        # The input of the output projection has H * D channels, however the others are fused.
+        out = at(module, names.out)
         heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
         if getattr(module, "reorder_and_upcast_attn", False) or getattr(
             module, "is_cross_attention", False
@@ -267,13 +275,14 @@ class Reader:
             read = tuple(self.product(part) for part in parts)
             return StreamAttention(read, heads, dims, scale, nearness=nearness, buckets=buckets)
         return TextAttention(
-            self.products(parts), heads, dims, scale, query_norm, key_norm, self.biased(module, names.seen),
-            self.rotary(module, names), softcap, blocks, names.values_first, spread, names.neighbours,
+            self.products(parts), heads, dims, scale, query_norm, key_norm,
+            self.biased(module, names.seen), self.rotary(module, names), softcap, blocks,
+            names.values_first, spread, names.neighbours,
             names.whole_norms,
         )  # fmt: skip
 
     def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:
-        """The products of linear layers that read the same."""
+        """Return the products of linear layers that read the same input."""
         for module in modules:
             self.product(module)
         return products(modules)
@@ -291,7 +300,7 @@ class Reader:
         )  # fmt: skip
 
     def buckets(self, module: Any) -> Tensor:
-        """The bucket of each distance, (L,) int64, by the toolkit's own function."""
+        """Return the bucket of each distance, (L,) int64, by the toolkit's own function."""
         limits = module.num_buckets, module.relative_max_distance
         self.facts += limits
         if self.near is None:
@@ -308,7 +317,7 @@ class Reader:
         return self.near[1]
 
     def biased(self, module: Any, seen: str | None) -> Bias | None:
-        """The bias of scores by where a key stands: a module's own, else that of the first layer, or of all."""
+        """Return a module's own position bias, else that of an earlier layer or of the decoder."""
         if seen is not None:
             return self.window(getattr(module, seen))
         if getattr(module, "has_relative_attention_bias", False):
@@ -322,10 +331,16 @@ class Reader:
         return Bias(functools.partial(make, self.decoder, self.longest), self.layout.by_position)
 
     def window(self, seen: Tensor) -> Bias | None:
-        """What a table (1, 1, P, P) lets the last token of the longest text see, by distance; None for all."""
-        last = (
-            min(self.longest, seen.shape[2]) - 1
-        )  # where there are more, there are no positions for them either
+        """Return the bias that limits attention to the window of the longest text's last token.
+
+        Args:
+            seen: (1, 1, P, P) bool, True where visible.
+
+        Returns:
+            An additive bias by distance, shared by layers with the same window; None for no window.
+        """
+        # Beyond the table there are no positions for tokens either.
+        last = min(self.longest, seen.shape[2]) - 1
         seen = seen[0, 0, last : last + 1, : last + 1].flip(1)
         if bool(seen.all()):
             return None
@@ -362,13 +377,13 @@ class Reader:
         if type(module).__name__ in _OWN_NORMS:
             self.facts.append(module.variance_epsilon)
             return OwnNorm(module)
-        found = rms_norm(module)
-        if found is None:
+        rms = rms_norm(module)
+        if rms is None:
             raise NotFused(f"a {name_of(module)} in place of a norm")
-        self.facts += (found.eps, found.offset)
-        if self.dtype == torch.float64:  # which the toolkit's norms compute in float32
+        self.facts += (rms.eps, rms.offset)
+        if self.dtype == torch.float64:  # toolkit norms compute float64 in float32
             return OwnNorm(module)
-        return Norm(module.weight, None, found.eps, rms=True, offset=found.offset)
+        return Norm(module.weight, None, rms.eps, rms=True, offset=rms.offset)
 
     def activation(self, function: Any) -> str:
         if isinstance(function, nn.Module):
@@ -416,7 +431,7 @@ class Reader:
             self.read.add(streams)
             if positions.padding_idx != 0:
                 raise NotFused(f"streams whose positions begin at {first}")
-            # Its first stream takes the embedding before the first one, which is the last.
+            # The first predicting stream takes the embedding before the first row: the last row.
             return StreamEmbedding(
                 tokens.weight, scale, table, first, norm=normed, stream=streams.weight[-1]
             )
@@ -425,11 +440,14 @@ class Reader:
         )
 
     def rotary(self, attention: Any, names: Attention) -> Rotary | None:
-        """The rotation of an attention module: its own table, the decoder's one, or of several the one it names."""
+        """Return the rotation of an attention module.
+
+        It is the module's own table, the decoder's rotary module, or the one selected by
+        `Attention.rotation`.
+        """
         if names.rotation_table is not None:
-            holder = self.decoder._modules.get(
-                self.layout.rotary
-            )  # since transformers 5.24, one for all layers
+            # Since transformers 5.24 one rotary module serves all layers.
+            holder = self.decoder._modules.get(self.layout.rotary)
             if holder is not None:
                 self.read.add(holder)
             table: Tensor = getattr(attention if holder is None else holder, names.rotation_table)
@@ -440,7 +458,7 @@ class Reader:
         if module is None:
             return None
         self.read.add(module)
-        if self.layout.alibi is not None:  # Falcon has both, and uses one
+        if self.layout.alibi is not None:  # Falcon has both and uses ALiBi
             return None
         rope = getattr(module, "rope_type", None)
         kinds: list[str | None] = list(rope.values()) if isinstance(rope, dict) else [rope]
@@ -457,7 +475,7 @@ class Reader:
         return self.rotations[which]
 
     def rotation_table(self, table: Tensor) -> Rotary:
-        """One for all layers whose tables are equal, so that a step looks it up once."""
+        """Return one object for all layers with equal tables, so that a step looks it up once."""
         known = next((r for r in self.tables if torch.equal(r.table, table)), None)
         if known is None:
             known = RotationTable(table)
@@ -471,15 +489,15 @@ _FUNCTIONS = (
     "build_alibi_tensor",
     "build_mpt_alibi_tensor",
 )
-"""Of a model's file, which a step computes in its own way, or has called when it was made."""
+"""Functions of a model's file that a step reimplements, or calls while it is built."""
 
 
 _OWN_NORMS = ("CohereLayerNorm",)
-"""Classes of norms of transformers' that are neither LayerNorm nor RMSNorm: their own forwards run."""
+"""Transformers norms that are neither LayerNorm nor RMSNorm; their own forward runs."""
 
 
 def _by_distance(attention: Any, longest: int) -> Tensor:
-    """The bias (H, L) of T5's attention over keys at the distances 0 to L - 1."""
+    """Return the bias (H, L) of T5's attention for keys at distances 0 to L - 1."""
     return attention.compute_bias(1, longest, past_seen_tokens=longest - 1)[0, :, 0].flip(1)
 
 

@@ -1,4 +1,4 @@
-"""All that a decode step is and reads, in a form that can be compared: whether a graph of one step serves another."""
+"""Fingerprint of a decode step: tells whether a CUDA graph of one step is valid for another."""
 
 import dataclasses
 import functools
@@ -22,30 +22,32 @@ from fastgen.models.runtime.decode_step import (
 
 
 class Unknown(Exception):
-    """A part of a step of which nobody has said what it reads."""
+    """The fingerprint of a step is undefined, as it does not cover one of its parts."""
 
 
 _MADE: dict[type, tuple[str, ...]] = {SideBySide: ("weight", "bias"), Bias: ("table",)}
-"""Tensors that a part has made of weights, for one call."""
+"""Attributes that hold tensors derived from weights for the duration of a call."""
 
 _PARTS = (
-    DecoderStep, Embedding, FeedForward, Norm, OwnNorm, RotationTable, SourceAttention, Sublayer, TextAttention, Times
+    DecoderStep, Embedding, FeedForward, Norm, OwnNorm, RotationTable, SourceAttention, Sublayer,
+    TextAttention, Times
 )  # fmt: skip
 _UNREAD: dict[type, tuple[str, ...]] = {
     DecoderStep: ("facts", "module", "together"),
     SourceAttention: ("made_by",),
 }
-"""What parts have beside, and is not read in a step on a device."""
+"""Fields that a decode step on a device does not read."""
 
 
 def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
-    """All that a part of a step is and reads, equal where a graph of one serves the other too.
+    """Return everything a part of a step reads, equal where a graph of one is valid for the other.
 
     Args:
-        made: gets who holds tensors that were made of weights, and by which name.
+        part: A decode step or any part of one.
+        made: Receives (holder, attribute name) of each tensor that was derived from weights.
 
     Raises:
-        Unknown: there is another part in it.
+        Unknown: The fingerprint does not cover a part.
     """
     again = functools.partial(facts_of, made=made)
     kind: Any = type(part)
@@ -68,9 +70,8 @@ def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
             if isinstance(value, (bool, int, float, str))
         )
         return kind, tuple(numbers), tuple(map(again, (*part.parameters(), *part.buffers())))
-    if (
-        kind is FunctionType and part.__closure__ is None
-    ):  # else it holds what it must not keep alive
+    # A closure may hold tensors, which a fingerprint must not keep alive.
+    if kind is FunctionType and part.__closure__ is None:
         return part
     if kind is Own:
         return (
@@ -83,14 +84,14 @@ def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
         )
     if kind in _MADE:
         known = {(id(holder), name) for holder, name in made}
-        found = [(name, getattr(part, name)) for name in _MADE[kind]]
+        tensors = [(name, getattr(part, name)) for name in _MADE[kind]]
         made += [
             (part, name)
-            for name, tensor in found
+            for name, tensor in tensors
             if tensor is not None and (id(part), name) not in known
         ]
         shapes = tuple(
-            None if tensor is None else (tensor.shape, tensor.dtype) for _, tensor in found
+            None if tensor is None else (tensor.shape, tensor.dtype) for _, tensor in tensors
         )
         return kind, shapes, getattr(part, "by_position", None)
     if kind not in _PARTS:
@@ -98,7 +99,6 @@ def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
     names = [
         each.name for each in dataclasses.fields(part) if each.name not in _UNREAD.get(kind, ())
     ]
-    own: tuple[object, ...] = (
-        part.facts if kind is DecoderStep else ()
-    )  # which are kept for its proof as well
+    # `facts` of a step are kept alive by its equivalence check anyway.
+    own: tuple[object, ...] = part.facts if kind is DecoderStep else ()
     return (kind, own, *(again(getattr(part, name)) for name in names))

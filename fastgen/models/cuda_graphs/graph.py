@@ -1,7 +1,8 @@
-"""A function over fixed memory as a CUDA graph: its kernels are recorded once, and launched together from then on.
+"""Capture of functions over static memory as CUDA graphs.
 
-A decode step is some two hundred kernels of a few microseconds each, and launching them one by one takes longer than
-running them.
+The kernels of a function are recorded once and then launched together. A decode step consists of
+some two hundred kernels of a few microseconds each, which take longer to launch one by one than to
+run.
 
 Source: NVIDIA, CUDA C++ Programming Guide, CUDA graphs; PyTorch, `torch.cuda.CUDAGraph`.
 """
@@ -23,18 +24,23 @@ _T = TypeVar("_T")
 
 
 def wanted(tensor: Tensor) -> bool:
-    """Say whether what runs on the device of a tensor is to be captured."""
+    """Return whether functions that run on a tensor's device should be captured."""
     return tensor.device.type == "cuda" and config.settings().graphs != "off"
 
 
 ROOMY = 2048
-"""One part in so many of a device's memory, up to which a buffer may be made for the longest text at once."""
+"""Inverse of the largest share of a device's memory that a single oversized buffer may take."""
 
 
 def may_be_roomy(like: Tensor, elements: int) -> bool:
-    """Whether a buffer of so many elements may be larger than a text needs now: a graph holds until its memory moves.
+    """Return whether a buffer may be larger than a text needs now.
 
-    A model has two of them for each layer, all of which then take a few hundredths of the device's memory.
+    A graph is valid until its memory moves, so that a roomy buffer avoids captures. A model has two
+    such buffers per layer, all of which together take a few percent of the device's memory.
+
+    Args:
+        like: A tensor with the dtype and device of the buffer.
+        elements: Elements of the buffer.
     """
     return wanted(like) and elements * like.element_size() <= _bytes_of(like.device) // ROOMY
 
@@ -49,19 +55,19 @@ class NotCaptured(Exception):
 
 
 class CapturePool:
-    """A pool of memory and a stream for the graphs of one function: of those only the newest is ever replayed.
+    """Memory pool and stream for the CUDA graphs of one function.
 
-    Functions that are replayed in turn must not share a pool: what one leaves in it for others to read may lie where
-    another computes.
+    Only the newest graph is ever replayed. Functions that are replayed in turn must not share a
+    pool: one may compute in memory that holds results of another.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
-        self._first = torch.cuda.CUDAGraph()  # as long as it lives, the pool does
-        self.counters = new_counters(device)  # set to 0 on the stream that graphs are launched on
+        self._first = torch.cuda.CUDAGraph()  # keeps the pool alive
+        self.counters = new_counters(device)  # zeroed on the stream that launches the graphs
         with torch.cuda.stream(self.stream):
-            # cuBLAS makes its workspace for a stream at the first product there: outside of the pool, which would never
-            # get it back.
+            # cuBLAS allocates its workspace at the first product on a stream. This product keeps it
+            # out of the pool, which would never get it back.
             one = torch.ones(1, 1, device=device, dtype=torch.float32)
             torch.mm(one, one)
             self._first.capture_begin(capture_error_mode="thread_local")
@@ -72,32 +78,39 @@ class CapturePool:
         self.pool: Any = self._first.pool()
 
     def give_up(self) -> None:
-        """Let the allocator forget a capture that has failed: it goes on as if there was one."""
-        with contextlib.suppress(Exception):  # where PyTorch has cleaned up by itself
+        """Make the allocator forget a failed capture, which it otherwise considers active."""
+        with contextlib.suppress(Exception):  # in case PyTorch has cleaned up itself
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
             cast(Any, torch._C)._cuda_endAllocateToPool(index, self.pool)
         with contextlib.suppress(Exception):
-            CapturePool(
-                self.device
-            )  # until a capture ends well, the generator of random numbers refuses to draw outside one
+            # Until a capture succeeds, the random number generator refuses to draw outside of one.
+            CapturePool(self.device)
 
 
 def capture(
     function: Callable[[], _T], device: torch.device, place: CapturePool | None
 ) -> tuple[Callable[[], object], _T]:
-    """Capture a function that has run before, with the same shapes; it does not run.
+    """Capture a function that has already run with the same shapes, without running it.
+
+    Args:
+        function: The function.
+        device: The device it runs on.
+        place: The pool to capture in.
 
     Returns:
-        What runs it, and its result: tensors that every run writes anew.
+        A callable that replays the graph, and the function's result: tensors that every replay
+        overwrites.
+
     Raises:
-        NotCaptured: it waits for the device, or does something else that a graph cannot hold; the place is lost.
+        NotCaptured: The function synchronises with the device or does something else that a graph
+            cannot record. The pool is unusable afterwards.
     """
     assert place is not None
     graph = torch.cuda.CUDAGraph()
     place.stream.wait_stream(torch.cuda.current_stream(device))
     collects = gc.isenabled()
     try:
-        gc.disable()  # a graph that is collected meanwhile would end the capture
+        gc.disable()  # collecting a graph meanwhile would end the capture
         with torch.cuda.stream(place.stream), counting_in(place.counters):
             graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
             try:
@@ -116,19 +129,19 @@ def capture(
 
 
 class BorrowedPool:
-    """A place that is borrowed when it is first asked for, and given back with the last function that runs there."""
+    """A `CapturePool` borrowed at its first use and returned when the last user is collected."""
 
     def __init__(self) -> None:
         self._lent: tuple[Any, CapturePool] | None = None
 
     def place(self, device: torch.device) -> CapturePool | None:
-        """The place; None on a CPU, which has no graphs."""
+        """Return the pool; None on a CPU, which has no graphs."""
         if self._lent is None and device.type == "cuda":
             self._lent = _borrowed(device)
         return None if self._lent is None else self._lent[1]
 
     def lose(self) -> None:
-        """What ran there has left it in a state that nobody knows."""
+        """Drop the pool without returning it, as a failed capture left it in an unknown state."""
         self._lent = None
 
     def __del__(self) -> None:
@@ -139,9 +152,11 @@ class BorrowedPool:
 
 
 class CapturedFunction:
-    """A function that is run again and again over the same memory: captured at its second run, then replayed.
+    """A function over static memory, captured at its second run and replayed from then on.
 
-    lent: where it is captured, with others that never run between a run of this one and the last look at its result.
+    Args:
+        lent: The pool to capture in. Functions may share it if none of them runs between a run of
+            this one and the last read of its result. None for a pool of its own.
     """
 
     def __init__(self, lent: BorrowedPool | None = None) -> None:
@@ -151,12 +166,16 @@ class CapturedFunction:
         self._lent = BorrowedPool() if lent is None else lent
 
     def __call__(self, function: Callable[[], _T], device: torch.device, *inputs: object) -> _T:
-        """Return the function's result, which the next run may write anew.
+        """Return the function's result, which the next run may overwrite.
 
-        inputs: what it reads, and what it depends on else. Where a tensor is not the one that it was, or anything else
-            does not equal what it was, nothing that has been captured holds.
+        Args:
+            function: The function to run or replay.
+            device: The device it runs on.
+            inputs: Everything it reads or depends on. A captured graph is valid only for the
+                identical tensors and for equal values of all else.
+
         Raises:
-            NotCaptured: see `capture`; the function has not run.
+            NotCaptured: As `capture`; the function has not run.
         """
         if self._inputs is not None and same(inputs, self._inputs):
             if self._launch is None:
@@ -169,7 +188,7 @@ class CapturedFunction:
         return result
 
     def forget(self) -> None:
-        """Hold on to nothing that was given or returned."""
+        """Drop all references to inputs, graph and result."""
         self._inputs = self._launch = self._result = None
 
     def _captured(
@@ -182,30 +201,29 @@ class CapturedFunction:
             raise
 
 
-_lock = threading.RLock()  # as what is collected meanwhile may give its place back
-_free: dict[
-    Any, list[CapturePool]
-] = {}  # by device and the stream that graphs are launched on, which brings them in order
+_lock = threading.RLock()  # reentrant, as garbage collection may return a pool meanwhile
+# Keyed by device and by the stream that launches the graphs, which orders them.
+_free: dict[Any, list[CapturePool]] = {}
 
 
 def _borrowed(device: torch.device) -> tuple[Any, CapturePool]:
-    """A place that nobody has, and where to give it back."""
+    """Take a free pool or create one; return it with its key in `_free`."""
     key = device, torch.cuda.current_stream(device).cuda_stream
     with _lock:
-        places = _free.get(key)
-        if places:
-            return key, places.pop()
+        pools = _free.get(key)
+        if pools:
+            return key, pools.pop()
     return key, CapturePool(device)
 
 
 def release() -> None:
-    """Give back the memory of places that nobody has."""
+    """Free the memory of all pools that are not borrowed."""
     with _lock:
         _free.clear()
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """What random numbers on a device come from, where no other generator is named."""
+    """Return the default random number generator of a device."""
     return (
         torch.default_generator
         if device.type == "cpu"
@@ -215,20 +233,21 @@ def generator(device: torch.device) -> torch.Generator:
 
 @functools.cache
 def draws_alike(device: torch.device) -> bool:
-    """Whether graphs draw the random numbers that would be drawn without them, and leave the generator alike.
+    """Return whether graphs draw the same random numbers as eager calls.
 
-    It is tried once, with the generator put back where it was.
+    They must also leave the generator in the same state. The test runs once per device and restores
+    the generator's state.
     """
     source = generator(device)
     before = source.get_state()
-    drawn, repeated = torch.empty(TRIED, device=device, dtype=torch.float32), CapturedFunction()
-    draw = functools.partial(_draw, drawn)
+    numbers, recorded = torch.empty(TRIED, device=device, dtype=torch.float32), CapturedFunction()
+    draw = functools.partial(_draw, numbers)
     try:
-        alone = [draw().clone() for _ in range(3)]
+        eager = [draw().clone() for _ in range(3)]
         after = source.get_state()
         source.set_state(before)
-        replayed = [repeated(draw, device, drawn).clone() for _ in range(3)]
-        return torch.equal(source.get_state(), after) and all(map(torch.equal, replayed, alone))
+        replayed = [recorded(draw, device, numbers).clone() for _ in range(3)]
+        return torch.equal(source.get_state(), after) and all(map(torch.equal, replayed, eager))
     except NotCaptured:
         return False
     finally:
@@ -236,7 +255,7 @@ def draws_alike(device: torch.device) -> bool:
 
 
 TRIED = 2**21
-"""Random numbers that are drawn at once to see: more than a device has threads for."""
+"""Random numbers drawn by the test of `draws_alike`: more than a device has threads."""
 
 
 def _draw(numbers: Tensor) -> Tensor:
@@ -244,7 +263,7 @@ def _draw(numbers: Tensor) -> Tensor:
 
 
 def same(new: Sequence[object], old: Sequence[object]) -> bool:
-    """Whether all tensors are the very same ones, and all else is equal."""
+    """Return whether all tensors are identical objects and all other values are equal."""
     return len(new) == len(old) and all(map(_same, new, old))
 
 
@@ -253,7 +272,7 @@ def _same(new: object, old: object) -> bool:
 
 
 class DelayedRead:
-    """Values on their way from a device, which goes on meanwhile; in memory that serves again and again."""
+    """Asynchronous copy of values from a device into a reusable buffer on the host."""
 
     def __init__(self, like: Tensor) -> None:
         on_device = like.device.type == "cuda"
@@ -267,11 +286,11 @@ class DelayedRead:
 
     @property
     def ready(self) -> bool:
-        """Whether the values sent last are there, so that `read` does not wait."""
+        """Whether the latest values have arrived, so that `read` does not wait."""
         return self._arrived is None or self._arrived.query()
 
     def read(self) -> Tensor:
-        """Wait for the values sent last; return them, on the CPU."""
+        """Wait for the latest values and return them, on the CPU."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values

@@ -1,13 +1,15 @@
-"""Memory that decode steps run over, kept from one call to the next with the graphs that were captured over it.
+"""Static buffers that decode steps run over, kept across calls together with their CUDA graphs.
 
-A graph is of addresses. One call's graph serves the next where its keys, values and masks lie where the first one's
-did, and all that a step reads of the model is where it was. So a call moves into a *seat*, which has room for a little
-more than it needs. A weight is read where it is; what a step makes of weights, as queries, keys and values side by
-side, moves too, and is written anew by every call. What was captured over a decoder's seats holds for as long as the
-facts of its step (`models.build.step_fingerprint`) are the same: where each weight is, and every number.
+A CUDA graph records addresses. One call's graph is valid for the next if its keys, values and masks
+lie at the same addresses, and everything a step reads of the model is unchanged. Each call
+therefore moves into pooled buffers that are slightly larger than it needs. Steps read weights in
+place. Tensors derived from weights, such as merged query, key and value projections, also move into
+the pool, and every call rewrites them. Graphs over a decoder's buffers stay valid as long as the
+fingerprint of its step (`models.build.step_fingerprint`) is unchanged.
 
-A seat is one call's at a time, which may be smaller. When sentences leave, the others close up at its beginning; what
-was captured for so many is kept as well.
+One call at a time uses a set of buffers, and it may be smaller than they are. After batch
+compaction the remaining sentences occupy the beginning of the buffers; graphs for that number of
+sentences are kept as well.
 
 Source: Wang et al. 2021 (LightSeq), section 2.3: memory planned once, and shared by all calls.
 """
@@ -29,17 +31,18 @@ from fastgen.models.runtime.decode_step import DecoderStep, KeysAndValues
 from fastgen.ops.processor import in_tf32
 
 GRAPHS = 16
-"""Graphs over one seat at most, each for another number of sentences."""
+"""Maximum number of graphs over one set of buffers, each for another number of sentences."""
 
 KEPT = 2**30
-"""Bytes of seats for one decoder at most. A call that needs more has memory and graphs of its own.
+"""Maximum size in bytes of the pooled buffers of one decoder.
 
-Steps that read so much take longer than the capture that a seat saves, and memory that is kept is nobody else's.
+A larger call uses memory and graphs of its own: its steps take longer than the capture that pooled
+buffers save, and kept memory is unavailable to others.
 """
 
 
 class Layer(KeysAndValues, Protocol):
-    """A layer of the cache: tokens that all beams share, and behind them slots of those to come, if any."""
+    """A layer of the KV cache: a prefix shared by all beams, then slots of generated tokens."""
 
     prefix: int
     steps: int
@@ -53,7 +56,7 @@ class Layer(KeysAndValues, Protocol):
 
 
 class Beams(Protocol):
-    """Which slots each beam sees."""
+    """The ancestry of beams: which slots each beam sees."""
 
     @property
     def whole(self) -> Tensor | None: ...
@@ -63,13 +66,17 @@ class Beams(Protocol):
 
 @dataclass
 class Reads:
-    """What the steps of a call read beside the weights, where it lies now.
+    """Where the steps of a call currently read everything but the weights.
 
     Attributes:
-        sentences: B, of M beams each. text, source: keys and values of each layer. ancestry: None for one beam.
-        first: the position of the first token behind the prefix; (B,) int64 where sentences differ.
-        prefix_mask: (B, 1, 1, P), source_mask: (B, 1, 1, S), additive; None where all is seen.
-        watched: the layer whose attention over the source is wanted; None for none.
+        sentences: B, with M beams each.
+        text: Self-attention KV cache of each layer.
+        source: Cross-attention KV cache of each layer.
+        ancestry: Ancestry of the beams; None for one beam.
+        first: Position of the first token after the prefix; (B,) int64 where sentences differ.
+        prefix_mask: (B, 1, 1, P) additive; None where everything is visible.
+        source_mask: (B, 1, 1, S) additive; None where everything is visible.
+        watched: Layer whose cross-attention weights are requested; None for none.
     """
 
     sentences: int
@@ -83,7 +90,7 @@ class Reads:
 
     @property
     def held(self) -> tuple[object, ...]:
-        """The same objects for as long as nothing moves."""
+        """Objects that stay identical as long as nothing moves."""
         layers = (layer.room[0] for layer in (*self.text, *self.source))
         seen = self.prefix_mask if self.ancestry is None else self.ancestry.whole
         return *layers, seen, self.source_mask, self.first
@@ -91,13 +98,21 @@ class Reads:
 
 @dataclass(eq=False)
 class GraphBuffers:
-    """The memory that the steps of some sentences run over, and what is captured over it.
+    """The static buffers of a number of sentences, and the graph captured over them.
 
     Attributes:
-        text, source: keys and values (B, Hkv, N, D) of each layer, with all their room.
-        tokens: (B * M,) int64, the newest ones. numbers: (5,) int64, as `Replay` writes them.
-        mask: (B, M, N) fp32, what is seen of the text; None where that is all. source_mask: (B, 1, 1, S) or None.
-        first: (B,) int64; None where `numbers` hold it.
+        sentences: B, with M beams each.
+        text: Self-attention keys and values (B, Hkv, N, D) of each layer, unused slots included.
+        source: Cross-attention keys and values (B, Hkv, S, D) of each layer, unused positions
+            included.
+        tokens: (B * M,) int64, the newest tokens.
+        numbers: (5,) int64, as written by `Replay.open`: slot of the newest token, filled keys,
+            length of the text, position of the newest token (relative to `first` if there is one),
+            length of the prefix.
+        mask: (B, M, N) fp32 additive self-attention mask; None where everything is visible.
+        source_mask: (B, 1, 1, S) additive; None where everything is visible.
+        first: (B,) int64, as `Reads.first`; None where `numbers` holds it.
+        repeated: The captured step.
     """
 
     sentences: int
@@ -112,7 +127,7 @@ class GraphBuffers:
 
     @classmethod
     def own(cls, reads: Reads, lent: graph.BorrowedPool) -> "GraphBuffers":
-        """What a call has, where it lies."""
+        """Return buffers that alias a call's own keys, values and masks."""
         first, mask = reads.text[0], reads.prefix_mask
         slots = min(layer.room[0].shape[2] for layer in reads.text)
         if reads.ancestry is not None:
@@ -147,7 +162,7 @@ class GraphBuffers:
         )
 
     def of_first(self, sentences: int, lent: graph.BorrowedPool) -> "GraphBuffers":
-        """The same of its first sentences."""
+        """Return views of the first sentences, with a graph of their own."""
         n, beams = sentences, len(self.tokens) // self.sentences
         text, source = (
             [(keys[:n], values[:n]) for keys, values in of] for of in (self.text, self.source)
@@ -171,10 +186,15 @@ class GraphBuffers:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a seat: how many sentences, slots of the text and positions of the source, and what else its graphs depend on.
+    """Size of a set of buffers, and everything else that its graphs depend on.
 
-    others: whether there are masks, and the like. nbytes: of its memory. outputs: bytes that a step puts out for a
-    sentence, which lie with its graph.
+    Attributes:
+        sentences: B.
+        slots: Slots of the self-attention KV cache.
+        positions: Positions of the source.
+        others: Presence of masks, sizes of heads and the like.
+        nbytes: Size of the buffers in bytes.
+        outputs: Bytes that a step outputs per sentence, which each graph holds.
     """
 
     sentences: int
@@ -186,11 +206,16 @@ class Shape:
 
     @classmethod
     def of(cls, reads: Reads, outputs: int) -> "Shape":
-        """The shape of the seat that a call is to have; outputs: bytes that a step puts out for a row."""
+        """Return the shape of the buffers for a call.
+
+        Args:
+            reads: What the call reads.
+            outputs: Bytes that a step outputs per row.
+        """
         layers, beams = (*reads.text, *reads.source), reads.text[0].beams
         slots = rounded(reads.text[0].room[0].shape[2])
         positions = reads.source[0].prefix if reads.source else 0
-        if reads.watched is None:  # else somebody gets as many weights as there are positions
+        if reads.watched is None:  # else the attention weights have exactly this length
             positions = rounded(positions)
         heads = tuple((kv.shape[1], kv.shape[3], kv.dtype) for layer in layers for kv in layer.room)
         masks = (
@@ -202,14 +227,13 @@ class Shape:
             sum(kv.shape[1] * kv.shape[3] * kv.element_size() for layer in of for kv in layer.room)
             for of in (reads.text, reads.source)
         )
-        nbytes = reads.sentences * (
-            slots * (text + beams * 4) + positions * source
-        )  # 4 of the mask
+        # 4 bytes of the mask per slot and beam.
+        nbytes = reads.sentences * (slots * (text + beams * 4) + positions * source)
         others = beams, heads, masks, reads.watched
         return cls(reads.sentences, slots, positions, others, nbytes, beams * outputs)
 
     def has_room_for(self, other: "Shape") -> bool:
-        """Whether a call that asks for the other shape may have this one."""
+        """Return whether these buffers suit a call of another shape."""
         large_enough = (
             other.sentences <= self.sentences and other.slots <= self.slots <= 2 * other.slots
         )
@@ -217,17 +241,23 @@ class Shape:
 
 
 def rounded(count: int) -> int:
-    """Up to an eighth more, and a multiple of 16, so that what is captured for one length serves its neighbours."""
+    """Round up by at most an eighth, to a multiple of 16, so that graphs serve similar lengths."""
     step = max(16, 1 << max(0, count.bit_length() - 4))
     return -(-count // step) * step
 
 
 @dataclass(eq=False)
 class PooledBuffers:
-    """A ground that calls take in turn.
+    """Static buffers that successive calls share.
 
-    whole: all of it, once somebody has been here. grounds: of its first sentences, by how many they are, the newest
-    last; what is captured over one of them is captured over that one alone.
+    Attributes:
+        shape: Their shape.
+        of: The pool they belong to.
+        facts: The fingerprint of the step their graphs are valid for.
+        lent: The pool of graph memory.
+        whole: Buffers of all sentences; None before the first use.
+        grounds: Buffers of the first n sentences by n, the latest last. Each has a graph of its
+            own.
     """
 
     shape: Shape
@@ -242,14 +272,14 @@ class PooledBuffers:
         return self.shape.nbytes + sum(self.grounds) * self.shape.outputs
 
     def has_room_for(self, reads: Reads) -> bool:
-        """Whether a call that sits here, and of which sentences may have left, can stay."""
+        """Return whether a call in these buffers still fits after a compaction or growth."""
         return (
             reads.sentences <= self.shape.sentences
             and reads.text[0].room[0].shape[2] <= self.shape.slots
         )
 
     def take(self, reads: Reads) -> GraphBuffers:
-        """Move a call in: what it has is here from now on."""
+        """Move a call's tensors into these buffers."""
         if self.whole is None:
             self.whole = self._ground(reads)
         ground = self.grounds.pop(reads.sentences, None) or self.whole.of_first(
@@ -265,7 +295,7 @@ class PooledBuffers:
         return ground
 
     def _ground(self, reads: Reads) -> GraphBuffers:
-        """Memory for all sentences, of a call's shapes."""
+        """Allocate buffers for all sentences, with the head sizes and dtypes of a call."""
         shape, keys, beams = self.shape, reads.text[0].room[0], reads.text[0].beams
         b = shape.sentences
         text, source = (
@@ -281,16 +311,17 @@ class PooledBuffers:
             b, cast(Any, text), cast(Any, source), numbers.new_empty(b * beams), numbers,
             keys.new_empty(b, beams, shape.slots, dtype=torch.float32) if masked else None,
             keys.new_empty(b, 1, 1, shape.positions) if source else None,
-            numbers.new_empty(b) if isinstance(reads.first, Tensor) else None, graph.CapturedFunction(self.lent),
+            numbers.new_empty(b) if isinstance(reads.first, Tensor) else None,
+            graph.CapturedFunction(self.lent),
         )  # fmt: skip
 
 
 def _write(ground: GraphBuffers, reads: Reads) -> None:
-    """Write a call's masks and positions to where they are read, and hide what is behind its source."""
+    """Write a call's masks and positions into static buffers; mask what lies beyond its source."""
     if ground.source_mask is not None:
         count = reads.source[0].prefix
         for buffer in (kv for pair in ground.source for kv in pair if count < kv.shape[2]):
-            buffer[:, :, count:] = 0.0  # what is hidden is multiplied all the same
+            buffer[:, :, count:] = 0.0  # masked values are multiplied all the same
         ground.source_mask[..., :count] = 0.0 if reads.source_mask is None else reads.source_mask
         ground.source_mask[..., count:] = -torch.inf
     if ground.first is not None and isinstance(reads.first, Tensor):
@@ -305,24 +336,29 @@ def _write(ground: GraphBuffers, reads: Reads) -> None:
 
 
 def most_kept() -> int:
-    """Bytes of seats to keep for one decoder at most, as ``FASTGEN_MEMORY`` may say."""
+    """Return the maximum size in bytes of one decoder's pooled buffers, given `FASTGEN_MEMORY`."""
     limit = config.settings().memory
     return KEPT if limit is None else min(KEPT, limit)
 
 
 class BufferPool:
-    """The seats of one decoder, as its step is now."""
+    """Pooled buffers of one decoder, valid for the current fingerprint of its step."""
 
     def __init__(self) -> None:
         self.facts: object = None
         self.made: list[Tensor] = []
-        self.free: list[PooledBuffers] = []  # those that were left last at the end
+        self.free: list[PooledBuffers] = []  # from least to most recently used
 
     def adopt(self, step: DecoderStep) -> None:
-        """Have what a step has made where it was for the calls before, if it is the same step; else forget those.
+        """Move the tensors a step has derived from weights into the pool's buffers.
+
+        If the fingerprint of the step has changed, the pool drops its buffers instead.
+
+        Args:
+            step: The decode step.
 
         Raises:
-            Unknown: it cannot be told.
+            Unknown: The step has no fingerprint.
         """
         holders: list[tuple[Any, str]] = []
         facts = facts_of(step, holders)
@@ -335,16 +371,16 @@ class BufferPool:
                 vars(holder)[name] = kept
 
     def pick(self, shape: Shape) -> PooledBuffers:
-        """The smallest free seat that has room for a call, or a new one."""
-        fitting = [seat for seat in self.free if seat.shape.has_room_for(shape)]
+        """Return the smallest free buffers that suit a call, or new ones."""
+        fitting = [buffers for buffers in self.free if buffers.shape.has_room_for(shape)]
         if not fitting:
             return PooledBuffers(shape, self, self.facts)
-        seat = min(fitting, key=lambda each: each.shape.nbytes)
-        self.free.remove(seat)
-        return seat
+        buffers = min(fitting, key=lambda each: each.shape.nbytes)
+        self.free.remove(buffers)
+        return buffers
 
     def take_back(self, seat: PooledBuffers) -> None:
-        """Keep a seat for calls to come, and of the others as many as there is to be memory for."""
+        """Keep buffers for later calls, and drop the least recently used ones beyond the limit."""
         if seat.facts is not self.facts:
             return
         self.free.append(seat)
@@ -352,13 +388,13 @@ class BufferPool:
             del self.free[0]
 
 
-_lock = threading.RLock()  # as what is collected meanwhile may give its seat back
+_lock = threading.RLock()  # reentrant, as garbage collection may return buffers meanwhile
 _all: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], BufferPool]]" = WeakKeyDictionary()
-"""By decoder, and by `_circumstances`."""
+"""Pools by decoder and by `_circumstances`."""
 
 
 def borrow(step: DecoderStep, reads: Reads) -> PooledBuffers | None:
-    """A seat for a call, to be given back; None where it is to have memory of its own."""
+    """Return buffers for a call, to be given back; None where it should use memory of its own."""
     if config.settings().graphs == "call":
         return None
     shape = Shape.of(reads, step.head.outputs * step.dtype.itemsize)
@@ -366,17 +402,16 @@ def borrow(step: DecoderStep, reads: Reads) -> PooledBuffers | None:
         return None
     now = _circumstances(reads.text[0].room[0].device)
     with _lock:
-        of_decoder = _all.setdefault(step.module, {})
-        for gone in [
-            each for each in of_decoder if each[0] != now[0]
-        ]:  # the model has been moved to another device
-            del of_decoder[gone]
-        seats = of_decoder.setdefault(now, BufferPool())
+        pools = _all.setdefault(step.module, {})
+        # Drop pools of a device that the model has left.
+        for key in [each for each in pools if each[0] != now[0]]:
+            del pools[key]
+        pool = pools.setdefault(now, BufferPool())
         try:
-            seats.adopt(step)
+            pool.adopt(step)
         except Unknown:
             return None
-        return seats.pick(shape)
+        return pool.pick(shape)
 
 
 def give_back(seat: PooledBuffers) -> None:
@@ -385,11 +420,11 @@ def give_back(seat: PooledBuffers) -> None:
 
 
 def held() -> list[tuple[nn.Module, int]]:
-    """Decoders and the bytes of the seats of each that no call has now."""
+    """Return decoders and the bytes of their pooled buffers that no call uses now."""
     with _lock:
         return [
-            (decoder, sum(seat.nbytes for seats in list(by.values()) for seat in seats.free))
-            for decoder, by in list(_all.items())
+            (decoder, sum(buffers.nbytes for pool in list(pools.values()) for buffers in pool.free))
+            for decoder, pools in list(_all.items())
         ]
 
 
@@ -397,20 +432,21 @@ budget.holders["CUDA graphs' buffers"] = held
 
 
 def release() -> None:
-    """Give back the memory of seats that nobody has, and forget what was captured over them."""
+    """Free the pooled buffers that no call uses, and forget their graphs."""
     with _lock:
-        for by_circumstances in list(_all.values()):
-            for seats in by_circumstances.values():
-                seats.facts, seats.made, seats.free = None, [], []
+        for pools in list(_all.values()):
+            for pool in pools.values():
+                pool.facts, pool.made, pool.free = None, [], []
 
 
 def _circumstances(device: torch.device) -> tuple[object, ...]:
-    """What decides, beside step and shapes, which kernels run, and in which order with others."""
+    """Return what else decides which kernels run and how they are ordered."""
     backend, stream = torch.backends.cuda.matmul, 0
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
     precision = (
-        in_tf32(), backend.allow_fp16_reduced_precision_reduction, backend.allow_bf16_reduced_precision_reduction,
+        in_tf32(), backend.allow_fp16_reduced_precision_reduction,
+        backend.allow_bf16_reduced_precision_reduction,
         torch.are_deterministic_algorithms_enabled(),
     )  # fmt: skip
     return device, stream, precision, torch.is_inference_mode_enabled(), config.settings()

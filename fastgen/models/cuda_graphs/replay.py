@@ -1,11 +1,12 @@
-"""The decode steps of a text over memory that stays in place, so that one capture serves many of them.
+"""Decode steps over static buffers, so that one CUDA graph serves many of them.
 
-From one step to the next three things change: the newest tokens, how many slots of keys and values are filled, and
-which of them each beam sees. They are read on the device, from memory that stays where it is. Attention is given all
-the room that keys and values have, and looks at what is filled. How long the prefix is, and which position comes behind
-it, is read there as well: so a capture serves the calls that come to the same memory later (`graph_buffers`).
+Three things change between steps: the newest tokens, the number of filled KV slots, and the slots
+that each beam sees. A graph reads them on the device, from static buffers. Attention gets the whole
+KV buffers and reads the filled slots. The prefix length and the first position after it are read on
+the device as well, so that a graph serves later calls in the same buffers (`graph_buffers`).
 
-What has been captured holds until keys and values move, as they do when they need more room, or when sentences leave.
+A graph is valid until keys and values move: when they outgrow their buffers, or when sentences
+leave the batch.
 """
 
 import contextlib
@@ -25,21 +26,28 @@ from fastgen.ops.cache import write_slots_
 from fastgen.ops.rotation import Rotation, turn_into_slots_
 
 WORTH = 8
-"""Steps that must be left at least: a capture takes the time of two."""
+"""Minimum number of remaining steps for a capture, which takes the time of two."""
 
 
 Result = tuple[Tensor, Tensor | None]
-"""Logits (R, V), and attention over the source (R, S) in their type where it is wanted."""
+"""Logits (R, V), and cross-attention weights (R, S) in the same dtype if requested."""
 
 
 def not_captured(reason: object) -> str:
-    """How a plan says that steps are not captured."""
+    """Return the note of a plan that decode steps are not captured."""
     return f"decode steps are not captured as CUDA graphs: {reason}"
 
 
 @dataclass
 class _Fixed:
-    """All the room of a layer; of the text the newest tokens are written where `start` says."""
+    """Static KV buffers of a layer.
+
+    Attributes:
+        keys: (B, Hkv, N, D), unused slots included.
+        values: (B, Hkv, N, D).
+        beams: M.
+        start: (1,) int64, the slot of the newest token of the first beam.
+    """
 
     keys: Tensor
     values: Tensor
@@ -50,7 +58,7 @@ class _Fixed:
         write_slots_(self.keys, self.values, keys, values, self.start)
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
-        """There is room."""
+        """Do nothing: static buffers always have room."""
 
     def append_turned(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
@@ -63,10 +71,12 @@ class _Fixed:
 
 
 class Replay:
-    """The steps of a text.
+    """The decode steps of a text, captured and replayed.
 
     Args:
-        longest: steps at most.
+        step: The decode step.
+        text: Self-attention KV cache of each layer.
+        longest: Maximum number of steps.
     """
 
     def __init__(self, step: DecoderStep, text: Sequence[Layer], longest: int) -> None:
@@ -78,36 +88,41 @@ class Replay:
 
     @property
     def refused(self) -> str | None:
-        """That steps are not captured and why, found when it was tried."""
+        """Fallback reason after a failed capture; None otherwise."""
         return self._alone.refused
 
     def able(self, rows: int) -> bool:
-        """Whether the next step, of so many rows, is to be run here."""
+        """Return whether the next step, of so many rows, should run here."""
         known = self._ground is not None and len(self._ground.tokens) == rows
         return self.refused is None and (known or self.longest - self.text[0].steps >= WORTH)
 
     def __call__(self, tokens: Tensor, reads: Reads) -> Result:
-        """Return logits (R, V) and attention over the source (R, S) or None, for the newest tokens (R,) int64.
-
-        The next step overwrites them.
+        """Run a step for the newest tokens.
 
         Args:
-            reads: where everything lies, which may move.
+            tokens: (R,) int64.
+            reads: What the step reads, which may have moved.
+
+        Returns:
+            Logits (R, V), and cross-attention weights (R, S) or None. The next step overwrites
+            both.
         """
         return self._alone([self.step], [[self.open(tokens, reads)]])[0][0]
 
     def open(self, tokens: Tensor, reads: Reads) -> "Opened":
-        """Have a step's numbers and tokens where the last one's were; arguments as `__call__`'s."""
+        """Write a step's tokens and numbers into the static buffers; arguments as in `__call__`."""
         ground, first = self._ground, self.text[0]
         for layer in self.text:
             layer.make_room(self.step.tokens)
         if ground is None or not graph.same(reads.held, self._held):
             ground = self._ground = self._settle(reads)
             self._held = reads.held
-            before, at = first.prefix, reads.first if isinstance(reads.first, int) else 0
+            prefix, position = first.prefix, reads.first if isinstance(reads.first, int) else 0
             device, beams = tokens.device, first.beams
             self._offsets = torch.tensor(
-                [before, before + beams, before + 1, at, before], device=device, dtype=torch.int64
+                [prefix, prefix + beams, prefix + 1, position, prefix],
+                device=device,
+                dtype=torch.int64,
             )
             self._slopes = torch.tensor([beams, beams, 1, 1, 0], device=device, dtype=torch.int64)
         ground.tokens.copy_(tokens)
@@ -119,26 +134,26 @@ class Replay:
         )
 
     def close(self) -> None:
-        """A step that was opened has been made."""
+        """Count the opened step as run."""
         for layer in self.text:
             layer.note_step()
 
     def finished(self, logits: Tensor, weights: Tensor | None) -> Result:
-        """What `__call__` returns, of what a step has made."""
+        """Return a step's outputs as `__call__` does."""
         return logits, None if weights is None else weights.to(logits.dtype)
 
     def lose(self) -> None:
-        """What is captured here is not to serve anybody else."""
+        """Drop the buffers without giving them back, after a failed capture."""
         self._seat = None
 
     def _settle(self, reads: Reads) -> GraphBuffers:
-        """Where the steps to come run: in a seat, or where everything lies."""
-        seat, before = self._seat, self._seat
-        if seat is None or not seat.has_room_for(reads):
-            seat = graph_buffers.borrow(self.step, reads)
-        self._seat = seat
+        """Select the buffers of the next steps: pooled ones, or the call's own tensors."""
+        buffers, previous = self._seat, self._seat
+        if buffers is None or not buffers.has_room_for(reads):
+            buffers = graph_buffers.borrow(self.step, reads)
+        self._seat = buffers
         try:
-            return GraphBuffers.own(reads, self._lent) if seat is None else seat.take(reads)
+            return GraphBuffers.own(reads, self._lent) if buffers is None else buffers.take(reads)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -146,8 +161,8 @@ class Replay:
             self._seat = None
             return GraphBuffers.own(reads, self._lent)
         finally:
-            if before is not None and before is not self._seat:
-                graph_buffers.give_back(before)
+            if previous is not None and previous is not self._seat:
+                graph_buffers.give_back(previous)
 
     def _context(self, ground: GraphBuffers, beams: int, watched: int | None) -> Context:
         start, seen, length, at, prefix = ground.numbers.split(1)
@@ -157,22 +172,25 @@ class Replay:
             [_Fixed(*pair, beams, start) for pair in of] for of in (ground.text, ground.source)
         )
         return Context(
-            ground.sentences, length, prefix, position, text, source, mask, ground.source_mask, seen=seen,
+            ground.sentences, length, prefix, position, text, source, mask, ground.source_mask,
+            seen=seen,
             watched=watched,
         )  # fmt: skip
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # where it was never made
+        with contextlib.suppress(AttributeError):  # in case `__init__` has failed
             if self._seat is not None:
                 graph_buffers.give_back(self._seat)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A step of a text that is about to be made.
+    """A step of a text that is about to run.
 
     Attributes:
-        context: makes what the step reads, over memory that stays.
+        replay: The text's steps.
+        ground: The static buffers.
+        context: Returns what the step reads, over the static buffers.
     """
 
     replay: Replay
@@ -181,10 +199,12 @@ class Opened:
 
 
 class JointReplay:
-    """The steps of several texts in one (`joint_step`), captured for as long as none moves, comes or leaves.
+    """Joint decode steps of several texts (`models.runtime.joint_step`), captured and replayed.
+
+    A graph is valid until a text moves, joins or leaves.
 
     Attributes:
-        refused: that such steps are not captured and why, found when it was tried.
+        refused: Fallback reason after a failed capture; None otherwise.
     """
 
     def __init__(self) -> None:
@@ -194,10 +214,18 @@ class JointReplay:
     def __call__(
         self, decoders: Sequence[DecoderStep], texts: Sequence[Sequence[Opened]]
     ) -> list[list[Result]]:
-        """Return for each text what `Replay` does, of each of the decoders, for which its step is open in `texts`."""
+        """Run one step of several texts.
+
+        Args:
+            decoders: The decoders, all of which run every text.
+            texts: For each text, its opened step for each decoder.
+
+        Returns:
+            For each text, the result of each decoder.
+        """
         opened = [each for of_text in texts for each in of_text]
         body = functools.partial(self._body, decoders, texts)
-        tokens = [each.ground.tokens for each in opened]  # which lie elsewhere, where anything does
+        tokens = [each.ground.tokens for each in opened]  # these move whenever anything else does
         repeated = opened[0].ground.repeated if len(opened) == 1 else self._repeated
         try:
             result = repeated(body, tokens[0].device, *tokens)
@@ -211,19 +239,19 @@ class JointReplay:
         return result
 
     def forget(self) -> None:
-        """Hold on to no text: one of them is over."""
+        """Drop the graph and its references to texts, as one of them has ended."""
         self._repeated.forget()
 
     def _body(
         self, decoders: Sequence[DecoderStep], texts: Sequence[Sequence[Opened]]
     ) -> list[list[Result]]:
-        made = [
+        outputs = [
             self._of_decoder(*each) for each in zip(decoders, zip(*texts, strict=True), strict=True)
         ]
-        return [list(of_text) for of_text in zip(*made, strict=True)]
+        return [list(of_text) for of_text in zip(*outputs, strict=True)]
 
     def _of_decoder(self, decoder: DecoderStep, texts: Sequence[Opened]) -> list[Result]:
-        made = joint_step(
+        outputs = joint_step(
             decoder, [text.ground.tokens for text in texts], [text.context() for text in texts]
         )
-        return [text.replay.finished(*each) for text, each in zip(texts, made, strict=True)]
+        return [text.replay.finished(*each) for text, each in zip(texts, outputs, strict=True)]

@@ -1,4 +1,4 @@
-"""Activation functions of a live model that work in the memory of the linear layer before them."""
+"""Activation functions of a live model that run in place on the output of a linear layer."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ def hand_over(x: Tensor) -> Tensor:
 
 
 class Activation(Routed):
-    """The forward of an activation function while it is routed: in place on marked tensors, its own on all others."""
+    """Routed forward of an activation function; runs in place on marked tensors only."""
 
     def __init__(self, module: nn.Module, kind: str) -> None:
         super().__init__(module)
@@ -36,9 +36,10 @@ _kinds: dict[object, str | None] = {}
 
 
 def kind(function: Any) -> str | None:
-    """The kind of an activation function, or of a module that is one; None where it is none of those known.
+    """Return the kind of an activation function or module; None for an unknown one.
 
-    It is known by its values, which are looked at again when a module's class or what it holds has changed.
+    Functions are identified by the values they compute. The result is cached by function, or by the
+    module's class and attributes.
     """
     if not isinstance(function, nn.Module):
         key, call = function, function
@@ -56,24 +57,29 @@ def kind(function: Any) -> str | None:
         if key not in _kinds:
             _kinds[key] = kind_of(call)
         return _kinds[key]
-    except TypeError:  # it holds what cannot be looked up
+    except TypeError:  # an attribute is not hashable
         return kind_of(call)
 
 
 def pairs(
     modules: Iterable[nn.Module], names: Sequence[tuple[str, str]]
 ) -> Iterator[tuple[nn.Module, nn.Module, str]]:
-    """Yield (linear layer, activation function behind it, kind), by their names in one module.
+    """Yield (linear layer, activation function after it, kind of activation).
 
-    Only in modules that transformers itself defines: in a user's own class somebody else may read the layer's output.
+    Only modules that transformers defines are considered: in a user's own class other code may read
+    the layer's output.
+
+    Args:
+        modules: Modules that may contain such a pair.
+        names: Names of the linear layer and the activation function within one module.
     """
     for parent in modules:
         if not type(parent).__module__.startswith("transformers."):
             continue
-        for before, behind in names:
-            layer, function = parent._modules.get(before), parent._modules.get(behind)
+        for layer_name, function_name in names:
+            layer, function = parent._modules.get(layer_name), parent._modules.get(function_name)
             if layer is None or function is None or not untouched(function):
                 continue
-            found = kind(function)
-            if found is not None:
-                yield layer, function, found
+            known = kind(function)
+            if known is not None:
+                yield layer, function, known

@@ -1,9 +1,9 @@
-"""Attention of a toolkit's own module over the shared cache.
+"""Attention of a toolkit's own modules over the shared KV cache.
 
-A module asks its cache for keys and values and hands them, with the mask it made, to an attention function. During a
-decode step the cache hands out a `ticket` instead: a tensor of the shape the module expects, that names the layer whose
-keys are meant. It takes no memory and is filled with NaN, so that a module which computes with it cannot go unnoticed.
-`BeamAttention.attend` redeems it.
+A module takes keys and values from its cache and passes them, with its mask, to an attention
+function. During a decode step the cache returns a placeholder (`ticket`) instead: a tensor of the
+expected shape that names the cache layer. It takes no memory and holds NaN, so that a module that
+computes with it is noticed. `BeamAttention.attend` works on the layer that the placeholder names.
 """
 
 from typing import Protocol
@@ -17,7 +17,14 @@ _NAME = "_fastgen_layer"
 
 
 class Layer(Protocol):
-    """What is needed of a layer of the cache: keys and values (B, Hkv, N, D), N = prefix + steps * M."""
+    """A layer of the KV cache.
+
+    Attributes:
+        prefix: Tokens shared by all beams.
+        steps: Generated tokens per beam.
+        keys: (B, Hkv, N, D), N = prefix + steps * M.
+        values: (B, Hkv, N, D).
+    """
 
     prefix: int
     steps: int
@@ -29,7 +36,16 @@ class Layer(Protocol):
 
 
 def ticket(layer: Layer, rows: int, length: int) -> Tensor:
-    """Return a stand-in for the keys or values of `layer`: (rows, Hkv, length, D), NaN, one element of memory."""
+    """Return a placeholder for the keys or values of a cache layer.
+
+    Args:
+        layer: The layer that the placeholder names.
+        rows: B * M.
+        length: Number of tokens that the module expects.
+
+    Returns:
+        (rows, Hkv, length, D), all NaN, expanded from one element.
+    """
     keys = layer.keys
     shape = (rows, keys.shape[1], length, keys.shape[3])
     stand_in = torch.full((1, 1, 1, 1), torch.nan, dtype=keys.dtype, device=keys.device).expand(
@@ -40,18 +56,21 @@ def ticket(layer: Layer, rows: int, length: int) -> Tensor:
 
 
 def layer_of(keys: object) -> Layer | None:
-    """The layer that a ticket names; None for any other tensor."""
+    """Return the cache layer that a placeholder names; None for any other tensor."""
     return getattr(keys, _NAME, None)
 
 
 class BeamAttention:
-    """The attention of one decode step; it turns the masks of the text into masks of the slots, once per step.
+    """Attention of one decode step; maps masks over tokens to masks over KV slots, once per step.
 
     Args:
-        sentences, beams: B and M.
-        visible: (B, M, F) additive, which slots of generated tokens each beam sees; None for one beam.
-        times: (B, F) int64, the step that each slot is of; None where there are M of each, in order.
-        seen: (1,) int64, how many keys of the text there are, where only the device knows.
+        sentences: B.
+        beams: M.
+        visible: (B, M, F) additive, the slots of generated tokens that each beam sees; None for one
+            beam.
+        times: (B, F) int64, the step of each slot; None where every step has M slots, in order.
+        seen: (1,) int64 on the device, the number of valid self-attention keys; None where the
+            tensors hold no others.
     """
 
     def __init__(
@@ -64,10 +83,9 @@ class BeamAttention:
     ) -> None:
         self.sentences, self.beams, self.visible, self.times = sentences, beams, visible, times
         self.seen = seen
-        self.attended = 0  # layers so far
-        self.source_mask: Tensor | None = (
-            None  # what the module has made of the mask of the encoder's output
-        )
+        self.attended = 0  # layers that have attended in this step
+        # The cross-attention mask, as the module prepared it.
+        self.source_mask: Tensor | None = None
         self._masks: dict[tuple[int, int, bool, int], tuple[object, object, Tensor | None]] = {}
 
     def attend(
@@ -79,10 +97,18 @@ class BeamAttention:
         scale: float,
         softcap: float | None = None,
     ) -> Tensor:
-        """Return (B*M, 1, H, D) for query (B*M, H, 1, D).
+        """Return the attention output (B*M, 1, H, D).
 
-        mask (bool, True where visible, or additive) and position_bias (additive) are those of the text:
-        (1 or B*M, 1 or H, 1, S + T) where the layer holds text, (.., S) where it holds the encoder's output.
+        P is the length of the prefix, T the number of generated tokens.
+
+        Args:
+            query: (B*M, H, 1, D).
+            layer: The KV cache of the layer.
+            mask: Bool (True where visible) or additive; (1 or B*M, 1 or H, 1, P + T) for
+                self-attention, (.., S) for cross-attention; None where everything is visible.
+            position_bias: Additive, shaped as `mask`.
+            scale: Factor of the scores.
+            softcap: Soft cap of the scores; None for none.
         """
         rows, heads, _, dim = query.shape
         folded = query.view(self.sentences, self.beams, heads, dim)
@@ -94,9 +120,16 @@ class BeamAttention:
     def begin_layer(
         self, layer: Layer, mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor | None:
-        """Note that a layer attends; return the additive mask over its slots, kept for the other layers of this step.
+        """Count an attending layer and return its additive mask, cached for the rest of the step.
 
-        mask, bias: as those of `attend`. What comes is broadcastable to (B, H, M, N), None where all is seen.
+        Args:
+            layer: The KV cache of the layer.
+            mask: As in `attend`.
+            bias: `position_bias` of `attend`.
+            dtype: Dtype of the mask.
+
+        Returns:
+            Broadcastable to (B, H, M, N); None where everything is visible.
         """
         self.attended += 1
         if layer.steps == 0:
@@ -105,12 +138,12 @@ class BeamAttention:
         if key not in self._masks:
             text = [self._additive(part, dtype) for part in (mask, bias) if part is not None]
             total = text[0] + text[1] if len(text) == 2 else text[0] if text else None
-            # The arguments are kept too: an id stays theirs only as long as they live.
+            # Keep the arguments alive as well, so that their ids stay unique.
             self._masks[key] = (mask, bias, self._over_slots(layer, total, dtype))
         return self._masks[key][2]
 
     def _additive(self, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """(1 or B*M, h, 1, L) bool or additive -> (1 or B, h, 1 or M, L) additive."""
+        """Convert (1 or B*M, h, 1, L), bool or additive, to (1 or B, h, 1 or M, L), additive."""
         if part.dtype == torch.bool:
             part = torch.zeros(part.shape, dtype=dtype, device=part.device).masked_fill_(
                 ~part, -torch.inf
@@ -120,7 +153,7 @@ class BeamAttention:
         return part
 
     def _over_slots(self, layer: Layer, text: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        # Every beam of a sentence sees the same of the encoder's output; and one beam alone all that is its own.
+        # All beams of a sentence see the whole source; a single beam sees all of its tokens.
         if layer.steps == 0 or self.visible is None:
             return text
         visible = self.visible.to(dtype)[:, None]
@@ -133,7 +166,7 @@ class BeamAttention:
         return torch.cat([shared, visible], -1)
 
     def _by_slot(self, text: Tensor) -> Tensor:
-        """text (1 or B, h, 1 or M, T), of generated tokens, as (.., F), of their slots."""
+        """Convert a mask over generated tokens (1 or B, h, 1 or M, T) to one over slots (.., F)."""
         if self.times is None:
             return text.repeat_interleave(self.beams, -1)
         index = self.times[:, None, None].expand(-1, *text.shape[1:3], -1)

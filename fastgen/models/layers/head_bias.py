@@ -1,7 +1,7 @@
-"""The bias that a model adds to the output of its head: in the output's own memory, or not at all where it is zero.
+"""In-place addition of the bias that a model adds to the output of its head; skipped if it is zero.
 
-`lm_head(x) + final_logits_bias` writes as many values once more as the head has computed (30 MB per step for 128 rows
-and 58,101 tokens), in most models to add zeros.
+`lm_head(x) + final_logits_bias` writes as many values as the head has computed (30 MB per step for
+128 rows and 58,101 tokens), and most models add zeros.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 
 class _AwaitingBias(Tensor):
-    """The fresh output of a head: a plain tensor to everything but `+` with the one bias it is waiting for."""
+    """Fresh output of a head: a plain tensor except for `+` with one particular bias."""
 
     bias: Tensor
     is_zero: bool
-    __torch_function__ = cast(
-        Any, torch._C
-    )._disabled_torch_function_impl  # what is computed from it is plain
+    # Results computed from it are plain tensors.
+    __torch_function__ = cast(Any, torch._C)._disabled_torch_function_impl
 
     def __add__(self, other: Any) -> Any:
         plain = self.as_subclass(Tensor)
@@ -30,10 +29,15 @@ class _AwaitingBias(Tensor):
 def head_and_handing_on(
     model: nn.Module, names: tuple[str, str] | None
 ) -> tuple[nn.Module, Callable[[Tensor], Tensor]] | None:
-    """Return a model's head and what makes its output wait for the bias; None where the model may do anything else.
+    """Return a model's head and the function that marks its output for the in-place bias.
 
     Args:
-        names: of the head and of the buffer that the model's own forward adds to its output, and nothing else reads.
+        model: The model.
+        names: Names of the head, and of the buffer that only the model's own forward adds to its
+            output.
+
+    Returns:
+        None where the model may do anything else with that output.
     """
     if (
         names is None

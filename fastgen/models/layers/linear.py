@@ -1,7 +1,7 @@
-"""Linear layers of a live model through `ops.linear`: which ones, and by what.
+"""Linear layers of a live model, run by `ops.linear`: which layers, and by which product.
 
-Layers that are quantised, parametrised, hooked, or already overridden keep their own forward. `routes` puts the
-forwards in place.
+Layers that are quantised, parametrised, hooked or overridden keep their own forward.
+`models.routing.routes` installs the forwards.
 """
 
 import functools
@@ -19,20 +19,24 @@ from fastgen.ops import linear as ops
 from fastgen.ops.activation import FUNCTIONS, activation_
 
 MERGED = (0, 4 * 2**20)
-"""Bytes of a weight up to which those of layers that read the same are copied into one, on a CPU and on a device.
+"""Largest weight, in bytes, that is merged with others reading the same input: (CPU, device).
 
-It saves launches. On a CPU it gains nothing (4 to 128 rows, 256 x 256 three times, 2 cores).
+Merging saves kernel launches. On a CPU it gains nothing (4 to 128 rows, 256 x 256 three times, 2
+cores).
 """
 
 LARGE = 16 * 2**20
-"""Bytes of an output from which on it lies in memory that is used again (`models.memory.scratch`)."""
+"""Smallest output, in bytes, that is placed in reusable memory (`models.memory.scratch`)."""
 
 
 class _Useful(NamedTuple):
-    """Where a packed weight is faster.
+    """The inputs for which a packed weight is faster.
 
-    elements: of x, the fewest and the most, by the kind of activation behind. least: rows, with any of them.
-    plain: elements of x, the fewest with which the weight as it is may be faster by another product than torch's.
+    Attributes:
+        elements: Fewest and most elements of x, by the kind of the fused activation function.
+        least: Fewest rows with any activation function.
+        plain: Fewest elements of x from which a product other than torch's may be faster with the
+            unpacked weight.
     """
 
     elements: dict[str | None, tuple[int, int]]
@@ -42,13 +46,13 @@ class _Useful(NamedTuple):
 
 @functools.cache
 def _useful(outputs: int, inputs: int, packer: str | None) -> _Useful:
-    """Looked up once for layers of one size, and for one library that packs: a call asks for every layer."""
+    """Cached by layer size and packing library, as every call looks it up for every layer."""
     rows = {kind: ops.useful_rows(outputs, inputs, kind) for kind in (None, *FUNCTIONS)}
     elements = {
-        kind: (max(1, found.start * inputs), (found.stop - 1) * inputs)
-        for kind, found in rows.items()
+        kind: (max(1, counts.start * inputs), (counts.stop - 1) * inputs)
+        for kind, counts in rows.items()
     }
-    activated = outputs > inputs  # no other may have an activation behind it
+    activated = outputs > inputs  # only these layers can have a fused activation function
     least = min(rows[kind].start for kind in rows if activated or kind is None)
     return _Useful(
         elements, least, max(1, ops.useful_rows(outputs, inputs, packed=False).start * inputs)
@@ -56,9 +60,11 @@ def _useful(outputs: int, inputs: int, packer: str | None) -> _Useful:
 
 
 class Product(Protocol):
-    """A linear layer with what comes right behind it.
+    """A linear layer with an optional fused epilogue.
 
-    fuses: whether it activates, or adds a residual, while it computes. outputs: N.
+    Attributes:
+        fuses: Whether the activation function or the residual sum runs inside the product.
+        outputs: N.
     """
 
     fuses: bool
@@ -69,18 +75,24 @@ class Product(Protocol):
     def apply(
         self, x: Tensor, activation: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """Return the layer's output (R, N) for x (R, K), fresh; through `activation`, or with `residual` (R, N) added.
+        """Return the fresh output (R, N) of the layer.
 
-        activation: a kind that `ops.activation` knows.
+        Args:
+            x: (R, K).
+            activation: Kind of the activation function to apply, as in `ops.activation`; None for
+                none.
+            residual: (R, N), added to the output; None for none.
         """
         ...
 
 
 class Linear(Routed):
-    """The forward of one linear layer while it is routed.
+    """Routed forward of one linear layer.
 
-    transposed: the weight is (K, N), as GPT-2's Conv1D has it.
-    handed_on: what the fresh output goes through where it is known that a single thing reads it, and may overwrite it.
+    Attributes:
+        transposed: Whether the weight is (K, N), as in GPT-2's Conv1D.
+        handed_on: Applied to the fresh output where a single reader may overwrite it; None for
+            none.
     """
 
     fuses = True
@@ -133,13 +145,13 @@ class Linear(Routed):
         return 4 * (x.numel() // x.shape[-1]) * self.outputs >= LARGE
 
     def _form(self, x: Tensor, activation: str | None) -> ops.Packed | None:
-        """The weight as `ops.linear` takes it; None where the layer's own product is to run."""
-        # Few rows of a small weight, first: in small calls this is most of the layers and a good part of their time.
+        """Return the weight as `ops.linear` takes it; None where the layer's own product runs."""
+        # Test few rows of a small weight first: small calls consist mostly of such layers.
         least, most = self.useful[activation]
         if x.numel() < least:
             return None
         weight = self.module.weight
-        if x.shape[-1] != self.inputs:  # for which the layer has an error of its own
+        if x.shape[-1] != self.inputs:  # the layer raises an error of its own
             return None
         if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return None
@@ -152,7 +164,7 @@ class Linear(Routed):
         return None if self.transposed or x.numel() < self.useful_plain else weight
 
     def in_panels(self) -> ops.PanelWeight | None:
-        """The weight as a step in C reads it; None where it is not packed so, or not yet."""
+        """Return the weight as a step in C reads it; None where it is not packed that way."""
         weight = self.module.weight
         copy = self._copy(weight, weight.t() if self.transposed else weight, 1, None)
         return copy if isinstance(copy, ops.PanelWeight) else None
@@ -160,7 +172,7 @@ class Linear(Routed):
     def _copy(
         self, weight: Tensor, plain: Tensor, rows: int, activation: str | None
     ) -> ops.Packed | None:
-        """The packed copy of the weight, made now if it is used often; None where there is none."""
+        """Return the packed weight, packing it if it is used often; None where there is none."""
         if not self.packs:
             return None
         entry = self.entry
@@ -175,9 +187,10 @@ class Linear(Routed):
 
 
 class Own:
-    """A linear layer by torch's own product; of rows (R, K) without the module around it, for as long as a call lasts.
+    """A linear layer by torch's own product, valid for one call.
 
-    The module costs about 2 us, where a product of one row takes 5 to 50. The result is the module's, bit by bit.
+    Rows (R, K) bypass the module, which costs about 2 us; a product of one row takes 5 to 50. The
+    result equals the module's bit by bit.
     """
 
     fuses = False
@@ -204,7 +217,7 @@ class Own:
 
 
 class SideBySide:
-    """Linear layers that read the same, as one product whose outputs lie side by side; for as long as a call lasts."""
+    """Linear layers with the same input, merged into one product; valid for one call."""
 
     fuses = False
 
@@ -224,7 +237,7 @@ class SideBySide:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a module is GPT-2's linear layer, whose weight is (K, N)."""
+    """Return whether a module is GPT-2's linear layer, whose weight is (K, N)."""
     return _is_conv1d(type(module)) and hasattr(module, "nf")
 
 
@@ -239,28 +252,33 @@ def _is_falcon(kind: type) -> bool:
 
 
 def _sizes(module: Any) -> tuple[int, int]:
-    """Outputs and inputs of a linear layer."""
-    weight = module._parameters.get(
-        "weight"
-    )  # found sooner than as an attribute, which a parametrised layer has
+    """Return the outputs and inputs of a linear layer."""
+    # Faster than attribute access, which parametrised layers need.
+    weight = module._parameters.get("weight")
     rows, columns = (module.weight if weight is None else weight).shape
     return (columns, rows) if is_transposed(module) else (rows, columns)
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: torch's, GPT-2's, or Falcon's, which rounds once more in half precision."""
+    """Return whether a module is a linear layer of torch, GPT-2 or Falcon.
+
+    Falcon's rounds once more in half precision.
+    """
     kind = type(module)
     return kind is nn.Linear or _is_falcon(kind) or is_transposed(module)
 
 
 def product(module: nn.Module) -> Product:
-    """The product of a linear layer: as it is routed now, else its own."""
+    """Return the product of a linear layer: its route if there is one, else its own."""
     own = module.__dict__.get("forward")
     return own if isinstance(own, Linear) else Own(module)
 
 
 def products(modules: Sequence[Any]) -> tuple[Product, ...]:
-    """The products of linear layers that read the same: on a device a single one, where weights are not too large."""
+    """Return the products of linear layers that read the same input.
+
+    On a device they are merged into one, unless the weights are too large.
+    """
     first = modules[0].weight
     limit = MERGED[first.device.type != "cpu"]
     alike = all(
@@ -283,12 +301,12 @@ def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Ten
 
 
 def bytes_to_pack(module: nn.Module) -> int:
-    """Bytes of a packed copy of a layer's weight."""
+    """Return the size in bytes of a packed copy of a layer's weight."""
     return ops.bytes_to_pack(*_sizes(module))
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a linear layer can be routed."""
+    """Return whether a linear layer can be routed."""
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     return (
         weight is not None
@@ -305,16 +323,22 @@ def is_plain(module: nn.Module) -> bool:
 def layers(
     modules: Iterable[nn.Module], rows: int | None = None
 ) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield (layer, transposed) for every linear layer that can be routed, and gains from it with so many rows."""
+    """Yield (layer, transposed) for every linear layer that can be routed and gains from it.
+
+    Args:
+        modules: Modules to select from.
+        rows: Most rows of a product; None for any number.
+    """
     for module in modules:
         if is_linear(module) and gains(module, rows) and is_plain(module):
             yield module, is_transposed(module)
 
 
 def gains(module: nn.Module, rows: int | None) -> bool:
-    """Whether a product of so many rows, or fewer, with a layer's weight may be faster packed; None: any number.
+    """Return whether a packed weight may speed up products of up to `rows` rows.
 
-    In C even the smallest ones may: a decode step that runs there as a whole wants them all.
+    None stands for any number of rows. With C even the smallest layers qualify, as a decode step
+    in C needs all of them packed.
     """
     if rows is None:
         return True
@@ -332,7 +356,7 @@ def _least(shape: tuple[int, int], transposed: bool, packer: str | None) -> int:
 
 
 def reason_off(model: nn.Module) -> str | None:
-    """Why linear layers keep torch's own product for this model, or None when they are routed."""
+    """Return why a model's linear layers keep torch's own product; None where they are routed."""
     if config.settings().linear == "off":
         return "FASTGEN_LINEAR=off"
     if has_given_up():

@@ -1,6 +1,6 @@
-"""Norms: what a decode step from the weights has of them, and RMSNorm modules of a live model through `ops.norm`.
+"""Norms of fused decode steps, and routing of a live model's RMSNorm modules to `ops.norm`.
 
-The latter make one pass where transformers' own make four to six.
+A routed RMSNorm makes one pass over memory, where transformers' makes four to six.
 """
 
 import copy
@@ -20,19 +20,19 @@ class NormLike(Protocol):
     """A norm of the sum of two tensors (..., C)."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The normed sum, and the sum."""
+        """Return the normed sum and the sum."""
         ...
 
 
 def unnormed(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """In place of a norm: the sum, and the sum."""
+    """Return the sum twice: the stand-in for an absent norm."""
     total = x if residual is None else x + residual
     return total, total
 
 
 @dataclass(frozen=True)
 class OwnNorm:
-    """A norm by its module's own forward."""
+    """A norm computed by its module's own forward."""
 
     module: nn.Module
 
@@ -43,7 +43,7 @@ class OwnNorm:
 
 @dataclass(frozen=True)
 class Times:
-    """In place of a norm of a sublayer's output: a number times it."""
+    """A constant factor in place of a norm of a sublayer's output."""
 
     factor: float
 
@@ -54,7 +54,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Norm:
-    """LayerNorm, or RMSNorm; parameters as `ops.norm` has them."""
+    """LayerNorm or RMSNorm, with the parameters of `ops.norm`."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -63,15 +63,20 @@ class Norm:
     offset: float = 0.0
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The normed sum, and the sum."""
+        """Return the normed sum and the sum."""
         return norm(x, self.weight, self.bias, self.eps, residual, rms=self.rms, offset=self.offset)
 
 
-_EPS = ("variance_epsilon", "eps")  # names of the attribute that transformers' classes have
+_EPS = ("variance_epsilon", "eps")  # attribute names in transformers' classes
 
 
 class RMSNorm(Routed):
-    """The forward of one RMSNorm while it is routed; offset: 1 where the weight is a difference from one."""
+    """Routed forward of one RMSNorm.
+
+    Attributes:
+        eps: Added to the mean square.
+        offset: 1 where the weight is stored as the difference from one, else 0.
+    """
 
     def __init__(self, module: nn.Module, eps: float, offset: float) -> None:
         super().__init__(module)
@@ -90,13 +95,12 @@ class RMSNorm(Routed):
         return norm(hidden_states, weight, eps=self.eps, rms=True, offset=self.offset)[0]
 
 
-_offsets: dict[
-    tuple[type, object], float | None
-] = {}  # by class and its forward, which somebody may replace
+# Keyed by class and forward, as a class's forward may be replaced.
+_offsets: dict[tuple[type, object], float | None] = {}
 
 
 def applies(model: nn.Module) -> bool:
-    """Whether the norms of a model are worth routing: not in fp64, where transformers' own compute in fp32."""
+    """Return whether routing a model's norms pays; transformers' norms compute fp64 in fp32."""
     weight = next(iter(model.parameters()), None)
     if weight is None:
         return False
@@ -105,7 +109,7 @@ def applies(model: nn.Module) -> bool:
 
 
 def norms(modules: Iterable[nn.Module]) -> Iterator[RMSNorm]:
-    """Yield a forward for each RMSNorm of a class of transformers' own that runs its own."""
+    """Yield a routed forward for each unmodified RMSNorm of a transformers class."""
     for module in modules:
         if (
             _is_named_so(type(module))
@@ -116,7 +120,10 @@ def norms(modules: Iterable[nn.Module]) -> Iterator[RMSNorm]:
 
 
 def rms_norm(module: nn.Module) -> RMSNorm | None:
-    """The forward of an RMSNorm of a class of transformers' own, which is known by what it computes; else None."""
+    """Return the forward for an RMSNorm of a transformers class; None for any other module.
+
+    Classes are identified by the values they compute.
+    """
     kind = type(module)
     if not _is_named_so(kind):
         return None
@@ -144,7 +151,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _offset(module: nn.Module, eps: float) -> float | None:
-    """0 or 1 where the module's class computes an RMSNorm with that offset, None where it computes anything else."""
+    """Return the offset (0 or 1) of the RMSNorm a module computes; None for other modules."""
     parameter: Any = module.weight
     count, like = len(parameter), {"dtype": torch.float32, "device": parameter.device}
     weight, x = (
@@ -156,15 +163,15 @@ def _offset(module: nn.Module, eps: float) -> float | None:
     probe._parameters = {"weight": nn.Parameter(weight)}
     with torch.no_grad():
         try:
-            found = kind.forward(probe, x)
+            actual = kind.forward(probe, x)
         except (RuntimeError, TypeError, ValueError):
             return None
         for offset in (0.0, 1.0):
-            wanted = norm_reference(x, weight, eps=eps, rms=True, offset=offset)[0]
+            expected = norm_reference(x, weight, eps=eps, rms=True, offset=offset)[0]
             if (
-                found.shape == wanted.shape
-                and found.dtype == wanted.dtype
-                and torch.allclose(found, wanted, atol=1e-5)
+                actual.shape == expected.shape
+                and actual.dtype == expected.dtype
+                and torch.allclose(actual, expected, atol=1e-5)
             ):
                 return offset
     return None

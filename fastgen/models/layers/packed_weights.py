@@ -1,4 +1,4 @@
-"""Packed copies of the weights of linear layers: when they are made, and when they are dropped."""
+"""Packed copies of the weights of linear layers, and their lifetime."""
 
 import math
 import threading
@@ -19,27 +19,33 @@ from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.ops import linear as ops
 
 OFTEN = 3
-"""Uses of a weight from which on a copy pays: a call of one token uses one once or twice."""
+"""Uses of a weight after which packing pays; a call of one token uses it once or twice."""
 
 AGAIN = 1000
-"""Uses after which a copy is thought of again for which there was no memory."""
+"""Uses after which packing is tried again where memory was short."""
 
 _lock = threading.RLock()
 _packed: "WeakKeyDictionary[nn.Module, Packed]" = WeakKeyDictionary()
-"""By layer. A weak reference to a weight itself would be in the way of `torch.utils.swap_tensors`."""
+"""Entries by layer. Weak references to the weights would block `torch.utils.swap_tensors`."""
 _of_weights: "WeakValueDictionary[int, Packed]" = WeakValueDictionary()
-"""The same by the `id` of the weight, for layers that share one."""
+"""Entries by the `id` of the weight, for layers that share one."""
 _at_once: ContextVar[bool] = ContextVar("fastgen_packing_at_once", default=False)
 
 
 @dataclass
 class Packed:
-    """A packed copy of a weight and what tells whether the weight is still the one it was made from.
+    """A packed copy of a weight, with what is needed to detect changes of the weight.
 
-    layer: one that has the weight.
-    probe: every stride-th element, compared at the start of each call to notice writes through `.data`, which no
-        version shows.
-    shortage: why there was no memory for a copy when one was to be made.
+    Attributes:
+        layer: A layer that has the weight.
+        address: Data pointer of the weight.
+        version: Version counter of the weight.
+        stride: Stride of the probed elements.
+        probe: Every stride-th element. Each call compares them at its start, to notice writes
+            through `.data`, which do not change the version.
+        uses: Uses so far without a copy.
+        copy: The packed copy; None for none.
+        shortage: Why memory was short when a copy was to be made; None where it was not.
     """
 
     layer: weakref.ref[nn.Module]
@@ -52,7 +58,7 @@ class Packed:
     shortage: str | None = None
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether this is of a weight, as it is."""
+        """Return whether this entry describes a weight in its present state."""
         return getattr(self.layer(), "weight", None) is weight and not self.is_stale(weight)
 
     def is_stale(self, weight: Tensor) -> bool:
@@ -61,9 +67,14 @@ class Packed:
     def copied(
         self, weight: Tensor, plain: Tensor, rows: int, activation: str | None, always: bool
     ) -> ops.Packed | None:
-        """The copy, made now if the weight is used often; None where there is none.
+        """Return the copy, packing the weight if it is used often; None where there is none.
 
-        plain: the weight as (N, K). always: whether what the system has left is not looked at.
+        Args:
+            weight: The weight.
+            plain: The weight as (N, K).
+            rows: Rows of the product.
+            activation: Kind of the fused activation function; None for none.
+            always: Whether to pack regardless of the memory that is left.
         """
         global _was_short
         if self.copy is None:
@@ -80,7 +91,7 @@ class Packed:
     def _pack(self, plain: Tensor, rows: int, activation: str | None) -> None:
         try:
             self.copy = ops.pack(plain, rows, activation)
-        except RuntimeError as error:  # whatever the system says is free
+        except RuntimeError as error:  # although the system reported free memory
             if not is_out_of_memory(error):
                 raise
             self.shortage = "memory is short: a copy could not be allocated"
@@ -90,17 +101,18 @@ class Packed:
 
 
 def _sample(weight: Tensor, stride: int) -> Tensor:
-    return weight.detach().reshape(-1)[::stride]  # no copy but of weights that change within a call
+    return weight.detach().reshape(-1)[::stride]  # copies only weights that change within a call
 
 
 def _stride(rows: int, columns: int) -> int:
-    """The largest stride, about, that comes to every row and to every column of a contiguous matrix."""
-    # No longer than a row, so that none is left out; K of them in succession are at K columns if K has no factor of it.
+    """Return about the largest stride that visits every row and column of a contiguous matrix."""
+    # A stride shorter than a row skips none. K successive elements lie in K different columns if
+    # the stride is coprime with K.
     return next((s for s in range(min(rows, columns) - 1, 1, -1) if math.gcd(s, columns) == 1), 1)
 
 
 def packed_of(module: nn.Module) -> Packed:
-    """What is known of the copy of a layer's weight."""
+    """Return the entry of a layer's weight."""
     weight: Any = module.weight
     known = _packed.get(module)
     if known is not None and known.is_of(weight):
@@ -116,25 +128,25 @@ def packed_of(module: nn.Module) -> Packed:
 
 
 def has_copy(module: nn.Module) -> bool:
-    """Whether there is a packed copy of a layer's weight."""
+    """Return whether a packed copy of a layer's weight exists."""
     entry = _of_weights.get(id(module.weight))
     return entry is not None and entry.copy is not None
 
 
 def packing_at_once() -> assigned[bool]:
-    """Within it weights are packed when they are first used, and not when they are used often."""
+    """Context manager in which weights are packed at their first use."""
     return assigned(_at_once, True)
 
 
 def _shortage(plain: Tensor, always: bool) -> str | None:
-    """Why there is no memory for a copy of a weight (N, K); None where there is."""
+    """Return why there is no memory to pack a weight (N, K); None where there is."""
     if always and config.settings().memory is None:
         return None
     return budget.shortage_now(ops.bytes_to_pack(*plain.shape))
 
 
 def check(module: nn.Module) -> None:
-    """Drop the packed copy of a layer's weight where the weight is no longer what it was."""
+    """Drop the packed copy of a layer's weight if the weight has changed."""
     weight: Any = module.weight
     entry = _packed.get(module)
     if (
@@ -148,20 +160,20 @@ def check(module: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Drop the packed copies of a model's weights, which have left the CPU or fp32 since."""
+    """Drop the packed copies of a model that has left the CPU or fp32."""
     with _lock:
         for module in model.modules() if _packed else ():
             _packed.pop(module, None)
 
 
 def _entries() -> list[tuple[nn.Module, Packed]]:
-    """What is known of each weight, with one of its layers."""
+    """Return one layer and the entry of each weight."""
     with _lock:
         return list({id(entry): (layer, entry) for layer, entry in _packed.items()}.values())
 
 
 def held() -> list[tuple[nn.Module, int]]:
-    """Return layers whose weights have packed copies, one for each copy, and its bytes."""
+    """Return one layer and the bytes of each packed copy."""
     return [
         (layer, ops.packed_bytes(entry.copy))
         for layer, entry in _entries()
@@ -173,35 +185,35 @@ budget.holders["packed weights"] = held
 
 
 def packed_bytes() -> int:
-    """Bytes that packed copies of weights hold now."""
+    """Return the bytes that packed copies hold now."""
     return sum(size for _, size in held())
 
 
 _was_short = False
-"""Whether there has been no memory for a copy since the last `release`: else nobody looks for one that lacks."""
+"""Whether memory has been short since the last `release`; avoids a search for missing copies."""
 
 
 def shortage_of(layers: Iterable[nn.Module]) -> str | None:
-    """Return why there was no memory for a copy of a weight of these layers; None where there was for all."""
+    """Return why memory was short for packing one of these layers; None if it was not."""
     if not _was_short:
         return None
-    found = (_packed.get(layer) for layer in layers)
-    return next((entry.shortage for entry in found if entry is not None and entry.shortage), None)
+    entries = (_packed.get(layer) for layer in layers)
+    return next((entry.shortage for entry in entries if entry is not None and entry.shortage), None)
 
 
 def not_packed() -> str:
-    """Say how many bytes of weights there was no memory to copy for, and why first; empty where there was for all."""
-    found = (
+    """Describe how many bytes of weights were not packed for lack of memory; "" if all were."""
+    missing = (
         [(entry.shortage, layer) for layer, entry in _entries() if entry.shortage]
         if _was_short
         else []
     )
     sizes = [
         weight.nbytes
-        for _, layer in found
+        for _, layer in missing
         if isinstance(weight := getattr(layer, "weight", None), Tensor)
     ]
-    return f"{budget.mib(sum(sizes))} of weights: {found[0][0]}" if sizes else ""
+    return f"{budget.mib(sum(sizes))} of weights: {missing[0][0]}" if sizes else ""
 
 
 GIVEN_UP = "memory ran out in an earlier call: weights are not packed until fastgen.release()"
@@ -209,7 +221,7 @@ _given_up = False
 
 
 def give_up() -> None:
-    """Drop every packed copy, and make none before `release`: a call has failed for want of memory."""
+    """Drop every packed copy and make none until `release`, after a call ran out of memory."""
     global _given_up
     release()
     _given_up = True
@@ -220,7 +232,7 @@ def has_given_up() -> bool:
 
 
 def release() -> None:
-    """Drop every packed copy; the next calls make them again."""
+    """Drop every packed copy; later calls make them again."""
     global _given_up, _was_short
     with _lock:
         _packed.clear()

@@ -1,4 +1,4 @@
-"""Where tokens stand, as attention sees it: rotations of queries and keys, and biases of their scores."""
+"""Positional information in attention: rotary embeddings, and biases of the attention scores."""
 
 import functools
 from collections.abc import Callable
@@ -8,13 +8,23 @@ import torch
 from torch import Tensor
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Gives cosine and sine (1 or R, 1, E), of the dtype and device of a tensor, for positions (1 or R, 1)."""
+"""Maps a tensor x and positions (1 or R, 1) to cosine and sine, (1 or R, 1, E) each.
+
+Both have the dtype and device of x.
+"""
 
 
 def turned_once(
     known: dict[int, tuple[Tensor, Tensor]], rotary: Rotary, at: int | Tensor, x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine for positions `at`, as `Context` has them, kept in `known` for the other layers of a step."""
+    """Return cosine and sine for the positions of a step, computed once for all of its layers.
+
+    Args:
+        known: Results of this step, by the id of `rotary`.
+        rotary: The rotary embedding.
+        at: The positions, as `Context.position`.
+        x: Tensor of the required dtype and device.
+    """
     if id(rotary) not in known:
         known[id(rotary)] = rotary(
             x,
@@ -27,7 +37,11 @@ def turned_once(
 
 @dataclass(frozen=True)
 class RotationTable:
-    """A `Rotary` that looks up what it gives: sines, then cosines, of each pair of neighbours, (P, E)."""
+    """A `Rotary` that looks up a table.
+
+    Attributes:
+        table: (P, E), sines and then cosines, one of each per pair of adjacent channels.
+    """
 
     table: Tensor
 
@@ -38,12 +52,14 @@ class RotationTable:
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to attention scores by where a key stands.
+    """A bias of attention scores that depends on the position of the key.
 
     Attributes:
-        make: gives (H or 1, L), by a key's distance from the query, from 0 on (Raffel et al. 2020).
-        by_position: whether it is by the key's own position instead, as BLOOM and Falcon have ALiBi (Press et al.
-            2022): the same but for rounding, as a softmax takes no notice of what all keys have in common.
+        make: Returns (H or 1, L), by the key's distance from the query, from 0 (Raffel et al.
+            2020).
+        by_position: Whether it is indexed by the key's own position instead, as ALiBi in BLOOM and
+            Falcon (Press et al. 2022). Both agree up to rounding: a softmax is invariant to what
+            all keys have in common.
     """
 
     make: Callable[[], Tensor]
@@ -54,12 +70,17 @@ class Bias:
         return self.make()
 
     def at(self, distance: Tensor, position: int | Tensor) -> Tensor:
-        """Return (B, H, Q, N) for keys at a distance (B, Q, N) int64 from queries at a position, (B, Q, 1) int64.
+        """Return the bias (B, H, Q, N) of keys.
 
-        What is out of reach, as are slots that are not filled yet, gets what is nearest; no mask lets it be seen.
+        Out-of-range indices, such as those of slots that are not filled yet, are clamped; masks
+        hide them.
+
+        Args:
+            distance: (B, Q, N) int64, of the keys from the queries.
+            position: Position of the queries, an int or (B, Q, 1) int64.
         """
         index = (position - distance if self.by_position else distance).clamp(
             0, self.table.shape[1] - 1
         )
-        found = self.table.index_select(1, index.flatten())
-        return found.view(-1, *index.shape).transpose(0, 1)
+        bias = self.table.index_select(1, index.flatten())
+        return bias.view(-1, *index.shape).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""How much memory copies of weights and kept buffers may take: what the system has left, and ``FASTGEN_MEMORY``."""
+"""Memory budget of packed weights and kept buffers: free memory, or `FASTGEN_MEMORY`."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -8,17 +8,19 @@ from typing import Any, NamedTuple
 from fastgen import config
 
 RESERVE, SHARE = 512 * 2**20, 8
-"""Bytes, and one part in so many of all memory, of which the larger stays available when a weight is packed.
+"""Memory to leave available when a weight is packed: bytes, or 1/`SHARE` of the total if larger.
 
-A call takes keys, values, activations and logits beside the weights, which nobody knows when weights are packed; a
-process that the system ends for want of memory is worse than one that is slower.
+A call needs memory for keys, values, activations and logits as well, in amounts unknown when
+weights are packed. A slower process is better than one killed for lack of memory.
 """
 
 
 class SystemMemory(NamedTuple):
-    """Memory of the machine within the limits of this process's control groups, in bytes.
+    """Memory of the machine in bytes, within the limits of this process's control groups.
 
-    total: what there is. available: what can still be taken without swapping; file pages that can be dropped count.
+    Attributes:
+        total: Total memory.
+        available: Memory that can be allocated without swapping, droppable file pages included.
     """
 
     total: int
@@ -26,28 +28,32 @@ class SystemMemory(NamedTuple):
 
 
 def shortage(needed: int, held: int, limit: int | None, system: SystemMemory | None) -> str | None:
-    """Return why no memory of so many bytes is to be held between calls; None where it may be.
+    """Return why memory must not be held between calls; None where it may be.
 
     Args:
-        needed: bytes of what is to be made.
-        held: bytes that are held already.
-        limit: most bytes to hold in all, which alone decides then; None for as much as the system has room for.
-        system: the system's memory; None where it does not say, which is no reason.
+        needed: Bytes to allocate.
+        held: Bytes held already.
+        limit: Maximum number of bytes to hold, the only criterion if given; None to use what the
+            system has available.
+        system: The system's memory; None where unknown, which allows any allocation.
     """
     if limit is not None:
         if held + needed <= limit:
             return None
-        return f"FASTGEN_MEMORY allows {mib(limit)} in all: {mib(held)} held, {mib(needed)} more needed"
+        return (
+            f"FASTGEN_MEMORY allows {mib(limit)} in all: {mib(held)} held, "
+            f"{mib(needed)} more needed"
+        )
     if system is None:
         return None
-    wanted = needed + max(RESERVE, system.total // SHARE)
-    if system.available >= wanted:
+    required = needed + max(RESERVE, system.total // SHARE)
+    if system.available >= required:
         return None
-    return f"memory is short: {mib(system.available)} available, {mib(wanted)} needed"
+    return f"memory is short: {mib(system.available)} available, {mib(required)} needed"
 
 
 def shortage_now(needed: int) -> str | None:
-    """Return `shortage` under this process's settings, with what the system has left, or what is held, as it is now."""
+    """Return `shortage` for this process's settings and the current state of memory."""
     limit = config.settings().memory
     if limit is None:
         return shortage(needed, 0, None, system_memory())
@@ -55,16 +61,16 @@ def shortage_now(needed: int) -> str | None:
 
 
 holders: "dict[str, Callable[[], Iterable[tuple[Any, int]]]]" = {}
-"""What is held between calls, by name: functions that yield modules and the bytes that are held for each."""
+"""Holders of memory between calls, by name; each returns modules and the bytes held for each."""
 
 
 def held_bytes() -> dict[str, int]:
-    """Bytes that are held between calls now, by what holds them."""
+    """Return the bytes that each holder holds now."""
     return {name: sum(size for _, size in held()) for name, held in holders.items()}
 
 
 def held_by_model() -> dict[str, dict[str, int]]:
-    """The same by model class and by what holds them, where there are any. Parts of a model count as the model."""
+    """Return the bytes held now, by model class and holder; submodules count as their model."""
     found = [(name, owner, size) for name, held in holders.items() for owner, size in held()]
     parts: dict[int, list[Any]] = {id(owner): list(owner.modules()) for _, owner, _ in found}
     roots: dict[int, Any] = {}
@@ -80,16 +86,16 @@ def held_by_model() -> dict[str, dict[str, int]]:
 
 
 def system_memory(root: Path = Path("/")) -> SystemMemory | None:
-    """Return how much memory there is, and is left; None where the system does not say.
+    """Return the total and available memory; None where the system does not report it.
 
     Args:
-        root: the folder that holds proc and sys.
+        root: Directory that contains proc and sys.
     """
-    found = [each for each in (_of_machine(root), *_of_groups(root)) if each is not None]
-    if not found:
+    limits = [each for each in (_of_machine(root), *_of_groups(root)) if each is not None]
+    if not limits:
         return None
     return SystemMemory(
-        min(each.total for each in found), max(0, min(each.available for each in found))
+        min(each.total for each in limits), max(0, min(each.available for each in limits))
     )
 
 
@@ -105,7 +111,7 @@ def _of_machine(root: Path) -> SystemMemory | None:
         return SystemMemory(
             page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
         )
-    except (AttributeError, OSError, ValueError):  # Windows has no sysconf, macOS not these names
+    except (AttributeError, OSError, ValueError):  # Windows lacks sysconf, macOS these names
         return None
 
 
@@ -119,11 +125,11 @@ _GROUPS = (
         "total_inactive_file",
     ),
 )
-"""Control groups, version 2 and 1: the controller, where it is mounted, its files, and what it can drop of files."""
+"""Control groups v2 and v1: controller, mount point, limit, usage, key of droppable file pages."""
 
 
 def _of_groups(root: Path) -> Iterator[SystemMemory]:
-    """The limits of this process's control groups, and of those that these are in."""
+    """Yield the limits of this process's control groups and of their ancestors."""
     try:
         lines = [
             line.split(":", 2)
@@ -136,9 +142,8 @@ def _of_groups(root: Path) -> Iterator[SystemMemory]:
     }
     for controller, mounted, limit, used, droppable in _GROUPS:
         base = root / mounted
-        own = base / paths.get(controller, "/").lstrip(
-            "/"
-        )  # in a container it may be a path of the machine's
+        # In a container the path may be one of the host.
+        own = base / paths.get(controller, "/").lstrip("/")
         for folder in (own, *own.parents):
             if not folder.is_relative_to(base):
                 break
@@ -159,5 +164,5 @@ def _droppable(table: Path, name: str) -> int:
 
 
 def mib(size: int) -> str:
-    """Bytes as text, in MiB."""
+    """Format a number of bytes in MiB."""
     return f"{size / 2**20:.0f} MiB"

@@ -1,10 +1,10 @@
-"""Memory of large tensors on a CPU, taken over once nobody holds it any more.
+"""Reuse of the memory of large CPU tensors.
 
-The system hands out fresh memory page by page, at the first write to each: a large tensor that is new costs up to
-several times what computing it costs (44 ms for 33 MB, where a product takes 80 and an activation function 2.5, on a
-virtual machine of two cores). What one layer, step or call has ended with serves the next. Whether a storage is free
-is asked of the storage itself, so that whoever keeps a tensor, or a view of it, keeps its values.
-A device has an allocator that does this.
+The system maps fresh memory page by page at the first write. A new large tensor thus costs up to
+several times its computation: 44 ms for 33 MB, where a product takes 80 ms and an activation
+function 2.5 ms (virtual machine, 2 cores). Here, memory that one layer, step or call has released
+serves the next. The reference count of a storage tells whether it is free, so that tensors and
+views that someone still holds keep their values. On devices, PyTorch's caching allocator does this.
 
 Source: LightSeq (Wang et al. 2021), section 2.3: memory allocated once and reused.
 """
@@ -28,14 +28,23 @@ from fastgen import config
 from fastgen.models.memory import budget
 
 LIMIT = 2**30
-"""Bytes held at most for one model, in use or free, ``FASTGEN_MEMORY`` willing; what goes beyond is fresh each time."""
+"""Maximum number of bytes held for one model, in use or free, within `FASTGEN_MEMORY`.
+
+Requests beyond it get fresh memory each time.
+"""
 
 _holders = getattr(torch._C, "_storage_Use_Count", None)
 
 
 @dataclass
 class _Kept:
-    """A storage of so many bytes, and the number of the newest request that it served."""
+    """A held storage.
+
+    Attributes:
+        storage: The storage.
+        size: Its size in bytes.
+        newest: Number of the latest request that it served.
+    """
 
     storage: torch.UntypedStorage
     size: int
@@ -50,27 +59,32 @@ _size = operator.attrgetter("size")
 
 
 class Memory:
-    """Storages that have been asked for, from small to large."""
+    """Pool of storages, sorted by size."""
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
-        self._held = 0  # bytes in all
+        self._held = 0  # bytes
         self._requests = 0
-        self._lock = threading.RLock()  # a signal handler may come to it again
+        self._lock = threading.RLock()  # reentrant, as a signal handler may allocate
 
     @property
     def free(self) -> int:
-        """Bytes that nobody uses."""
+        """Bytes that are held but not in use."""
         with self._lock:
             return sum(kept.size for kept in self._kept if kept.is_free)
 
     @property
     def held(self) -> int:
-        """Bytes in use or free."""
+        """Bytes held, in use or free."""
         return self._held
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
-        """Return an uninitialised tensor of a shape, with the dtype and on the device of `like`."""
+        """Return an uninitialised tensor.
+
+        Args:
+            like: Provides dtype and device.
+            shape: Shape of the tensor.
+        """
         size = math.prod(shape) * like.element_size()
         if like.device.type != "cpu" or _holders is None or size == 0:
             return like.new_empty(shape)
@@ -81,16 +95,22 @@ class Memory:
             ) is not None:
                 kept.newest = self._requests
                 tensor = cast(Any, like.new_empty(0)).set_(kept.storage, 0, shape)
-                if (
-                    cast(Any, _holders)(kept.storage._cdata) == 2
-                ):  # else a signal handler has taken it meanwhile
+                # Otherwise a signal handler took it meanwhile.
+                if cast(Any, _holders)(kept.storage._cdata) == 2:
                     return tensor
         return like.new_empty(shape)
 
     def room(self, like: Tensor, elements: int, least: int, most: int) -> int:
-        """Return how many entries to take at once for each of two tensors, of so many elements each: `least`, or more.
+        """Return how many entries to allocate at once for each of two tensors.
 
-        More, up to `most`, only where free memory has room for them twice, so that it need not be left for more soon.
+        More than `least` pays only where free memory fits them twice, so that they need not move
+        soon.
+
+        Args:
+            like: Provides dtype and device.
+            elements: Elements per entry.
+            least: Minimum number of entries.
+            most: Maximum number of entries.
         """
         size = elements * like.element_size()
         if size == 0 or like.device.type != "cpu" or _holders is None:
@@ -102,18 +122,18 @@ class Memory:
         return max(least, min(most, fitting[0] // size)) if len(fitting) > 1 else least
 
     def forget(self, tensor: Tensor) -> None:
-        """Hold the memory of a tensor no longer than its other holders do."""
+        """Drop the storage of a tensor from the pool; its other holders keep it alive."""
         storage = tensor.untyped_storage()
         with self._lock:
             self._drop([kept for kept in self._kept if kept.storage is storage])
 
     def drop_free(self) -> None:
-        """Forget what nobody uses."""
+        """Drop all free storages."""
         with self._lock:
             self._drop([kept for kept in self._kept if kept.is_free])
 
     def _fitting(self, least: int, most: int) -> Iterator[_Kept]:
-        """Free storages of `least` bytes, up to twice as many as one of `most` bytes would have."""
+        """Yield free storages from `least` bytes up to twice the rounded size of `most` bytes."""
         limit, holders = 2 * _rounded(most), cast(Any, _holders)
         for at in range(bisect_left(self._kept, least, key=_size), len(self._kept)):
             kept = self._kept[at]
@@ -123,17 +143,16 @@ class Memory:
                 yield kept
 
     def _made(self, size: int) -> _Kept | None:
-        """A new storage; None where there are too many."""
-        long_ago = (
-            self._requests - 4 * len(self._kept) - 16
-        )  # free ones that have not served for so long may go
+        """Allocate a storage and add it to the pool; return None where that exceeds the limits."""
+        # Drop free storages that have not served a request for long.
+        long_ago = self._requests - 4 * len(self._kept) - 16
         self._drop([kept for kept in self._kept if kept.newest < long_ago and kept.is_free])
         if self._held + size > LIMIT or not _is_allowed(size):
             return None
-        made = _Kept(torch.UntypedStorage(size, device="cpu"), size, self._requests)
-        insort(self._kept, made, key=_size)
+        entry = _Kept(torch.UntypedStorage(size, device="cpu"), size, self._requests)
+        insort(self._kept, entry, key=_size)
         self._held += size
-        return made
+        return entry
 
     def _drop(self, dropped: Sequence[_Kept]) -> None:
         if dropped:
@@ -143,7 +162,7 @@ class Memory:
 
 
 def _rounded(size: int) -> int:
-    """Up to a sixteenth more, so that one storage serves many sizes."""
+    """Round up by at most a sixteenth, so that one storage serves many sizes."""
     step = 1 << max(0, (size - 1).bit_length() - 5)
     return -(-size // step) * step
 
@@ -157,12 +176,12 @@ _memories: "WeakKeyDictionary[object, Memory]" = WeakKeyDictionary()
 
 
 def memory_of(model: object) -> Memory:
-    """The memory that calls of a model share, as long as the model lives."""
+    """Return the pool shared by all calls of a model, for as long as the model lives."""
     return _memories.setdefault(model, Memory())
 
 
 def held() -> Iterator[tuple[Any, int]]:
-    """Yield models and the bytes that are held for each now, in use or free."""
+    """Yield models and the bytes held for each now, in use or free."""
     for model, memory in list(_memories.items()):
         yield model, memory.held
 
@@ -171,26 +190,26 @@ budget.holders["buffers"] = held
 
 
 def release() -> None:
-    """Give back to the system what nobody uses, and what the C library keeps of what has been freed elsewhere."""
+    """Return free storages to the system, and trim the C library's heap."""
     for memory in list(_memories.values()):
         memory.drop_free()
     if (
         sys.platform.startswith("linux")
         and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None
     ):
-        trim(
-            0
-        )  # which only glibc has, and needs: it gives back blocks of more than 32 MiB alone by itself
+        # Only glibc has and needs `malloc_trim`: by itself it returns only blocks over 32 MiB.
+        trim(0)
 
 
-# The last one is what oneDNN says, whatever it was that a product has lacked; there is nothing else.
+# The last message is oneDNN's for any resource a product lacked; it offers no other.
 _MESSAGES = (
-    "DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "could not create a primitive"
+    "DefaultCPUAllocator: ", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "could not create a primitive"
 )  # fmt: skip
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was not enough memory."""
+    """Return whether an error reports a lack of memory."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         message in str(error) for message in _MESSAGES
     )

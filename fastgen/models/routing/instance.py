@@ -1,6 +1,7 @@
-"""Forwards put on single modules for the time of a call, and taken away again.
+"""Temporary forwards on module instances, installed for a call and removed afterwards.
 
-A forward is an attribute of the instance: no class is touched, and a model at rest is exactly what it was.
+A forward is an attribute of the instance: classes stay untouched, and between calls a model is
+exactly what it was.
 """
 
 import functools
@@ -11,28 +12,31 @@ from typing import Any
 from torch import nn
 
 TOOLKITS = ("torch", "transformers", "fairseq", "fastgen")
-"""Packages whose code is known here."""
+"""Packages whose code fastgen is written for."""
 
 
 class Routed:
-    """A forward that stands in for a module's own.
+    """A forward that replaces a module's own.
 
-    Where a user's compiled function gets to a module by another way than those that `compiled_among` looks for, Dynamo
-    traces this forward: it then has to be the module's own.
+    Under Dynamo it has to compute what the module's own forward does: a user's compiled function
+    may reach the module in a way that `compiled_among` does not detect.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module  # as nn.Module knows no weight
+        self.module: Any = module  # nn.Module declares no weight
 
     def __reduce__(self) -> Any:
-        """A model copied or pickled while it generates gets its modules' own forward."""
+        """Reduce to the module's own forward, for models copied or pickled during generation."""
         return getattr, (self.module, "forward")
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """What `model.modules()` has, in another order and a third of its time, which every call of a model takes."""
+    """Return the modules of `model.modules()` in another order.
+
+    It takes a third of the time, which matters as every call runs it.
+    """
     found, seen = [model], {model}
-    for module in found:  # which grows
+    for module in found:  # grows while it is iterated
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
@@ -41,7 +45,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def touched_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that carry a hook, a forward or a compiled call of their own."""
+    """Return the modules with a hook, a forward or a compiled call on the instance."""
     return [
         module
         for module in modules
@@ -53,17 +57,20 @@ def touched_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def untouched(module: nn.Module) -> bool:
-    """Whether a module runs its class's own forward, without hooks. Copies of a model may carry that forward."""
+    """Return whether a module runs its class's own forward without hooks.
+
+    Copies of a model may carry that forward on the instance.
+    """
     hooked = module._forward_hooks or module._forward_pre_hooks
     return not hooked and runs_its_class(module) and is_toolkits(type(module).forward)
 
 
 @functools.cache
 def is_toolkits(forward: Any) -> bool:
-    """Whether a class's forward is defined in a toolkit, and was not put there by somebody else.
+    """Return whether a class's forward is defined in a toolkit rather than patched by someone else.
 
-    Asked of the function itself and of all that it wraps: a wrapper may have taken over the names of what it wraps, and
-    a toolkit's decorator may stand around a function of somebody else's.
+    This checks the function's globals and those of all functions it wraps: a wrapper may copy the
+    name of what it wraps, and a toolkit's decorator may wrap foreign code.
     """
     while forward is not None:
         if (
@@ -76,7 +83,7 @@ def is_toolkits(forward: Any) -> bool:
 
 
 def runs_its_class(module: nn.Module) -> bool:
-    """Whether a module has no forward but its class's own."""
+    """Return whether a module has no forward other than its class's own."""
     own = module.__dict__.get("forward")
     return own is None or getattr(own, "__func__", None) is type(module).forward
 
@@ -84,11 +91,13 @@ def runs_its_class(module: nn.Module) -> bool:
 def compiled_among(
     modules: Sequence[nn.Module], touched: Sequence[nn.Module] | None = None
 ) -> nn.Module | None:
-    """Return a module that `torch.compile` has been applied to in whatever way; None where there is none.
+    """Return a module to which `torch.compile` has been applied in any way; None for none.
 
-    Its graph would hold what is put on its parts for the time of a call, or be made anew for the next call.
+    A compiled graph would keep the forwards installed for one call, or be recompiled for the next.
 
-    touched: what `touched_among` says of the modules, where it is known.
+    Args:
+        modules: The modules to check.
+        touched: Result of `touched_among(modules)`, if known.
     """
     for module in touched_among(modules) if touched is None else touched:
         own = module.__dict__
@@ -112,9 +121,12 @@ def reason_compiled(
     modules: Sequence[nn.Module] | None = None,
     touched: Sequence[nn.Module] | None = None,
 ) -> str | None:
-    """Why a model keeps to its own code, as `torch.compile` has been applied to it or to a part; None otherwise.
+    """Return the fallback reason if a model or a part of it is compiled; None otherwise.
 
-    modules, touched: those of the model, where they are known.
+    Args:
+        model: The model.
+        modules: Its modules, if known.
+        touched: Result of `touched_among(modules)`, if known.
     """
     found = compiled_among(modules_of(model) if modules is None else modules, touched)
     if found is None:
@@ -135,7 +147,7 @@ def _is_toolkits_plain(forward: Any) -> bool:
 
 
 def _runs_compiled(function: Any) -> bool:
-    """Whether a function is a compiled one, or a user's own that names one: in its closure, or in its globals."""
+    """Return whether a function is compiled, or is user code whose closure or globals name one."""
     if _is_compiled(function):
         return True
     code = getattr(function, "__code__", None)
@@ -159,18 +171,18 @@ _EMPTY = CellType()
 
 
 def own_forwards(modules: Iterable[nn.Module]) -> dict[nn.Module, Any]:
-    """The forward that each instance has, or None: what `restore` needs."""
+    """Return each instance's forward, or None, as `restore` needs it."""
     return {module: module.__dict__.get("forward") for module in modules}
 
 
 def install(forwards: Mapping[nn.Module, Callable[..., Any]]) -> None:
-    """Put forwards in place."""
+    """Install forwards on module instances."""
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
 
 
 def restore(before: Mapping[nn.Module, Any]) -> None:
-    """Undo `install`, also one that was interrupted, and as often as one likes."""
+    """Undo `install`, even if it was interrupted; idempotent."""
     for module, own in before.items():
         if own is None:
             module.__dict__.pop("forward", None)

@@ -1,4 +1,4 @@
-"""Routing of a live model's linear layers, norms and activation functions, for the time of one call."""
+"""Routing of a live model's linear layers, norms and activation functions for one call."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -25,10 +25,17 @@ _lock = threading.RLock()
 
 @dataclass
 class _Route:
-    """What a model carries now: the forward that each module had, which of them are linear layers, and its users.
+    """State of a routed model.
 
-    Looked at anew by each user, as the model may have changed since: its `modules`, those of them that are `touched`
-    (`models.routing.instance.touched_among`), and why it is `compiled`, and carries nothing.
+    Each user refreshes `modules`, `touched` and `compiled`, as the model may have changed.
+
+    Attributes:
+        modules: All modules of the model.
+        touched: Result of `models.routing.instance.touched_among`.
+        before: The instance forward, or None, of each routed module.
+        layers: The routed linear layers.
+        users: The active `routed` blocks.
+        compiled: Fallback reason of a compiled model, which is not routed; None otherwise.
     """
 
     modules: list[nn.Module] = field(default_factory=list)
@@ -43,14 +50,17 @@ _routes: dict[int, _Route] = {}
 
 
 class routed:
-    """Route modules of a model to `ops` within a `with` block, which gets how many there are.
+    """Context manager that routes a model's modules to `ops`; yields the number of routed modules.
 
-    Nested and concurrent blocks of one model share the routes, which the last one takes away. What an interrupt within
-    `__exit__` leaves there goes at the end of the call that is `isolated`, or when the model is routed again.
+    Nested and concurrent blocks of one model share the routes, which the last block removes. After
+    an interrupt within `__exit__`, routes are removed when the `isolated` call ends, or when the
+    model is routed again.
 
     Args:
-        family: says what alone reads the output of some layers, and may therefore overwrite it.
-        rows: at most, that a product has; layers that gain from more than these alone are left alone.
+        model: The model.
+        family: Names the layers whose output has a single reader, which may overwrite it.
+        rows: Most rows of a product; layers that only gain from more are not routed. None for any
+            number.
     """
 
     def __init__(
@@ -76,7 +86,7 @@ class routed:
             is_first = not route.users
             route.users.add(self)
             if is_first:
-                restore(route.before)  # what an interrupt has left
+                restore(route.before)  # left by an interrupt
             modules = route.modules = instance.modules_of(self._model)
             route.touched = instance.touched_among(modules)
             route.compiled = reason_compiled(self._model, modules, route.touched)
@@ -92,12 +102,13 @@ class routed:
                     for module, forward in forwards.items()
                     if isinstance(forward, linear.Linear)
                 ]
-                route.before = own_forwards(forwards)  # known before the first of them is replaced
+                # Record them before the first forward is installed.
+                route.before = own_forwards(forwards)
                 install(forwards)
             return len(route.before)
 
     def restore(self) -> None:
-        """Take the routes away if nobody else has them; once more, if this was interrupted."""
+        """Remove the routes if this block is their last user; safe to repeat after an interrupt."""
         with _lock:
             route = _routes.get(id(self._model))
             if route is None:
@@ -110,7 +121,7 @@ class routed:
 
 
 def all_routed(models: Iterable[nn.Module]) -> ExitStack:
-    """The same of several models."""
+    """Route several models at once."""
     stack = ExitStack()
     for model in models:
         stack.enter_context(routed(model))
@@ -118,7 +129,7 @@ def all_routed(models: Iterable[nn.Module]) -> ExitStack:
 
 
 def withdraw(model: nn.Module) -> None:
-    """Take a model's routes away for the rest of all its calls that run, as one of them compiles the model."""
+    """Remove a model's routes for the rest of its running calls, as one of them compiles it."""
     with _lock:
         route = _routes.get(id(model))
         if route is not None:
@@ -127,19 +138,19 @@ def withdraw(model: nn.Module) -> None:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """A model's modules, without another look at a model that has been routed."""
+    """Return a model's modules, from its route if there is one."""
     route = _routes.get(id(model))
     return instance.modules_of(model) if route is None else route.modules
 
 
 def touched_of(model: nn.Module) -> list[nn.Module]:
-    """Those of a model's modules that `models.routing.instance.touched_among` names, likewise."""
+    """Return `models.routing.instance.touched_among`, from the model's route if there is one."""
     route = _routes.get(id(model))
     return instance.touched_among(instance.modules_of(model)) if route is None else route.touched
 
 
 def why_compiled(model: nn.Module) -> str | None:
-    """What `models.routing.instance.reason_compiled` says, without another look at a model that has been routed."""
+    """Return `models.routing.instance.reason_compiled`, from the model's route if there is one."""
     route = _routes.get(id(model))
     return reason_compiled(model) if route is None else route.compiled
 
@@ -176,8 +187,11 @@ def _forwards(
 class Survey:
     """What `routed` would do to a model.
 
-    layers: how many it would route. packed: whether their weights are packed. packed_bytes: of the copies, at most.
-    missing_bytes: of those that there are none of yet.
+    Attributes:
+        layers: Number of linear layers it would route.
+        packed: Whether their weights would be packed.
+        packed_bytes: Maximum size of the packed copies in bytes.
+        missing_bytes: Size of the copies that do not exist yet, in bytes.
     """
 
     layers: int
@@ -187,7 +201,12 @@ class Survey:
 
 
 def survey(model: nn.Module, rows: int | None) -> Survey:
-    """Say what `routed` would do in a call with so many rows at most, without doing it."""
+    """Describe what `routed` would do, without doing it.
+
+    Args:
+        model: The model.
+        rows: Most rows of a product; None for any number.
+    """
     packs = config.settings().packs and ops.packer() is not None
     with _lock:
         route = _routes.get(id(model))
@@ -199,7 +218,7 @@ def survey(model: nn.Module, rows: int | None) -> Survey:
         layers += (
             [] if route is None else [layer for layer in route.layers if linear.gains(layer, rows)]
         )
-    # Tied weights have one copy.
+    # Tied weights share one copy.
     by_weight = {id(module.weight): module for module in layers}.values() if packs else ()
     sizes = [(linear.bytes_to_pack(module), packed.has_copy(module)) for module in by_weight]
     missing = sum(size for size, there in sizes if not there)

@@ -1,8 +1,10 @@
-"""One decode step of a decoder from its weights: between two matrix products only what has to be there.
+"""The fused decode step: a decoder's step that runs on its weights and bypasses its modules.
 
-A decoder is a row of sublayers: attention over the text, attention over the source, feed-forward. All end in the same
-two operations, whatever the family: a projection with the sum, and a norm, the sublayer's own, or, where norms come
-first, the next one's. Source: Wang et al. 2021 (LightSeq), section 2.1: one operation between two matrix products.
+A decoder is a sequence of sublayers: self-attention, cross-attention and feed-forward. In every
+model family a sublayer ends in the same two operations: an output projection with the residual sum,
+and a norm. In post-norm models that is the sublayer's own norm, in pre-norm models the next one's.
+
+Source: Wang et al. 2021 (LightSeq), section 2.1 (one operation between two matrix products).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +27,17 @@ from fastgen.ops.rotation import Rotation, rotated
 rounding: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar(
     "fastgen_rounding", default=None
 )
-"""Rounds once more what a sublayer puts out, while it is tried what rounding does to a model (`equivalence_check`)."""
+"""Perturbs the output of each sublayer by a rounding error, during an equivalence check only.
+
+`models.build.equivalence_check` uses it to measure how much rounding changes a model's output.
+"""
 
 
 class KeysAndValues(Protocol):
-    """What a step needs of a layer of the cache: keys and values (B, Hkv, N, D), of M beams per sentence."""
+    """The part of a KV cache layer that a decode step uses.
+
+    Keys and values are (B, Hkv, N, D), with M beams per sentence.
+    """
 
     beams: int
 
@@ -39,57 +47,97 @@ class KeysAndValues(Protocol):
     def values(self) -> Tensor: ...
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Write the newest token of every beam: keys, values (B * M, Hkv, 1, D)."""
+        """Write the newest token of every beam; keys and values are (B * M, Hkv, 1, D)."""
 
     def append_turned(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
     ) -> Tensor:
-        """The same of keys that are turned first, (B * M, Hkv, D); return the turned queries."""
+        """Rotate queries and keys, and write the rotated keys and the values.
+
+        Args:
+            query: (B * M, H, D).
+            key: (B * M, Hkv, D).
+            value: (B * M, Hkv, D).
+            rotation: Rotary position embedding of the newest token.
+        Returns:
+            The rotated queries (B * M, H, D).
+        """
         ...
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
-        """Have the slots of the newest token of every beam, which attention then writes; keys, values: as `append`."""
+        """Reserve the slots of the newest token of every beam, which attention then writes.
+
+        Arguments are as in `append`.
+        """
 
 
 class StepInputs(Protocol):
-    """What a step reads beside the weights: a context, or several of them with their rows one behind the other."""
+    """The inputs of a decode step besides the weights, for the rows of one or more calls."""
 
     @property
     def position(self) -> int | Tensor:
-        """Of the newest token, the first being 0; (R,) int64 where rows differ."""
+        """Position of the newest token, counted from 0; (R,) int64 if rows differ."""
         ...
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the newest token's position, of the dtype and on the device of x."""
+        """Return cosine and sine of the newest token's position, with the dtype and device of x."""
         ...
 
     def self_attention(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Bias | None,
+        scale: float,
         softcap: float | None,
-    ) -> Tensor:  # fmt: skip
-        """Keep key and value (R, Hkv, D) of the newest token; return what query (R, H, D) finds there, (R, H * D)."""
+    ) -> Tensor:
+        """Append the newest token to the KV cache and attend to the text, including that token.
+
+        Args:
+            layer: Index of the decoder layer.
+            query: (R, H, D).
+            key: (R, Hkv, D).
+            value: (R, Hkv, D).
+            bias: Bias of the scores by position; None for none.
+            scale: Factor of the scores.
+            softcap: Soft cap of the scores; None for none.
+        Returns:
+            The attention output (R, H * D).
+        """
         ...
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        """Return what query (R, H, D) finds in the source, (R, H * D)."""
+        """Attend to the source with query (R, H, D); return the output (R, H * D)."""
         ...
 
 
 @dataclass
 class Context:
-    """What a step reads beside the weights: `StepInputs` of the sentences of one call.
+    """`StepInputs` of the sentences of one call.
+
+    In captured steps the device holds `length`, `prefix` and `seen`, and `position` if rows agree.
 
     Attributes:
-        sentences: B, of R = B * M rows.
-        length: tokens of the text, of which the newest is run; (1,) int64 where only the device knows.
-        prefix: of those, the ones that all beams share; (1,) int64 where only the device knows.
-        position: of the newest token, the first being 0; (1,) int64 where the device knows, (R,) where rows differ.
-        text, source: keys and values of each layer.
-        text_mask, source_mask: additive, broadcastable to (B, H, M, N); None where everything is seen.
-        times: (B, F) int64, the step that each slot behind the prefix is of; None where there are M of each, in order.
-        seen: (1,) int64, how many keys of the text there are, where only the device knows.
-        watched: the layer whose attention over the source is wanted; it comes out in `weights`, (R, S) fp32. For
-            several steps in C that is where it is written, (steps, B, M, S).
+        sentences: Batch size B; there are R = B * M rows.
+        length: Length of the text in tokens, the newest included; (1,) int64 in captured steps.
+        prefix: Tokens that all beams share; (1,) int64 in captured steps.
+        position: Position of the newest token, counted from 0; (1,) int64 in captured steps, (R,)
+            int64 if rows differ.
+        text: Keys and values of each self-attention layer.
+        source: Keys and values of each cross-attention layer.
+        text_mask: Additive mask of the text, broadcastable to (B, H, M, N); None if everything is
+            visible.
+        source_mask: The same for the source.
+        times: (B, F) int64, the decode step that filled each slot after the prefix; None if the
+            steps have M slots each, in order.
+        seen: (1,) int64, number of keys of the text in captured steps; else None.
+        watched: Layer whose cross-attention weights are requested; None for none.
+        weights: The requested weights, (R, S) fp32. For multistep runs in C this is the output
+            buffer, (steps, B, M, S) fp32.
+        biased: Masks with a bias, by the id of the `Bias`; they serve all layers of a step.
+        rotations: Cosines and sines, by the id of the `Rotary`; they serve all layers of a step.
     """
 
     sentences: int
@@ -110,107 +158,142 @@ class Context:
     )
 
     def text_mask_with(self, bias: Bias | None) -> Tensor | None:
-        """The mask of the text plus a bias, made once for all layers that have it."""
+        """Return the text mask plus a bias, computed once for all layers that share the bias."""
         if bias is None:
             return self.text_mask
         if id(bias) not in self.biased:
-            found = bias.at(self.distances()[:, None], self._position_of_sentences())
-            self.biased[id(bias)] = found if self.text_mask is None else found + self.text_mask
+            table = bias.at(self.distances()[:, None], self._position_of_sentences())
+            self.biased[id(bias)] = table if self.text_mask is None else table + self.text_mask
         return self.biased[id(bias)]
 
     def biases(self, bias: Bias, steps: int) -> Tensor:
-        """A bias in so many steps in a row, none of which is open: (1 or B, H, steps, N), of all slots behind them."""
+        """Return a bias for the next decode steps, before any of their slots is reserved.
+
+        Args:
+            bias: Bias of the scores by position.
+            steps: Number of decode steps.
+        Returns:
+            (1 or B, H, steps, N), where N counts the slots that exist after these steps.
+        """
         later = torch.arange(steps, dtype=torch.int64, device=self.text[0].keys.device)[:, None]
         return bias.at(
             self.distances(steps)[:, None] + later, self._position_of_sentences() + later
         )
 
     def _position_of_sentences(self) -> int | Tensor:
-        """`position`, where there are several as (1 or B, 1, 1): the beams of a sentence are at the same one."""
+        """Return `position`, as (1 or B, 1, 1) if it is a tensor: the beams of a sentence agree."""
         if not isinstance(self.position, Tensor):
             return self.position
         return self.position.view(1 if len(self.position) == 1 else self.sentences, -1)[:, :1, None]
 
     def distances(self, more: int = 0) -> Tensor:
-        """(1 or B, N) int64, from the newest token to each slot; less than 0 to those that are not filled yet.
+        """Return the distance in tokens from the newest token to each slot.
 
-        more: steps whose slots are still to come, that of the newest token among them.
+        Args:
+            more: Number of steps, the newest token's included, whose slots are not reserved yet
+                but are to be counted.
+        Returns:
+            (1 or B, N) int64, negative for slots that are not filled yet.
         """
         keys, beams = self.text[0].keys, self.text[0].beams
         steps = self.times
         if isinstance(self.prefix, Tensor):
             slots = torch.arange(keys.shape[2], device=keys.device, dtype=torch.int64)
-            behind = (slots - self.prefix).div(beams, rounding_mode="floor")
-            return self.length - 1 - torch.where(behind < 0, slots, behind + self.prefix)[None]
+            generated = (slots - self.prefix).div(beams, rounding_mode="floor")
+            return (
+                self.length - 1 - torch.where(generated < 0, slots, generated + self.prefix)[None]
+            )
         if steps is None:
             slots = torch.arange(
                 keys.shape[2] - self.prefix + more * beams, device=keys.device, dtype=torch.int64
             )
             steps = slots.div(beams, rounding_mode="floor")[None]
         elif more:
-            coming = torch.arange(more, device=keys.device, dtype=torch.int64).repeat_interleave(
+            upcoming = torch.arange(more, device=keys.device, dtype=torch.int64).repeat_interleave(
                 beams
             ) + (self.length - 1 - self.prefix)
-            steps = torch.cat([steps, coming.expand(steps.shape[0], -1)], 1)
+            steps = torch.cat([steps, upcoming.expand(steps.shape[0], -1)], 1)
         prefix = torch.arange(self.prefix, device=keys.device, dtype=torch.int64).expand(
             steps.shape[0], -1
         )
         return self.length - 1 - torch.cat([prefix, steps + self.prefix], 1)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the newest token's position, made once for all layers; x: of their dtype and device."""
+        """Return cosine and sine of the newest token's position, computed once for all layers.
+
+        Args:
+            rotary: Rotary position embedding.
+            x: Tensor with the dtype and device of the result.
+        """
         return turned_once(self.rotations, rotary, self.position, x)
 
     def self_attention(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
-        softcap: float | None, rotation: Rotation | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Arguments as `StepInputs` has them; rotation: of queries and keys that are not turned yet."""
-        kept, newest = self.text[layer], None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Bias | None,
+        scale: float,
+        softcap: float | None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
+        """Append the newest token to the KV cache and attend to the text.
+
+        Arguments are as in `StepInputs`. `rotation` is applied to queries and keys first; None if
+        there is none, or they are rotated already.
+        """
+        cache, newest = self.text[layer], None
         if rotation is not None:
-            query = kept.append_turned(query, key, value, rotation)
+            query = cache.append_turned(query, key, value, rotation)
         elif runs_kernels(query) and key.stride(2) == value.stride(2) == 1:
             newest = Newest(key, value)
-            kept.reserve(key[:, :, None], value[:, :, None])
+            cache.reserve(key[:, :, None], value[:, :, None])
         else:
-            kept.append(key[:, :, None], value[:, :, None])
+            cache.append(key[:, :, None], value[:, :, None])
         rows, mask = query.shape[0], self.text_mask_with(bias)
         query = query.reshape(self.sentences, -1, *query.shape[1:])
         mixed = beam_attention(
-            query, kept.keys, kept.values, mask, scale, softcap, self.seen, newest
+            query, cache.keys, cache.values, mask, scale, softcap, self.seen, newest
         )
         return mixed.reshape(rows, -1)
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        kept, rows = self.source[layer], query.shape[0]
-        given = (
+        cache, rows = self.source[layer], query.shape[0]
+        inputs = (
             query.view(self.sentences, -1, *query.shape[1:]),
-            kept.keys,
-            kept.values,
+            cache.keys,
+            cache.values,
             self.source_mask,
             scale,
         )
         if self.watched != layer:
-            return beam_attention(*given).reshape(rows, -1)
-        mixed, weights = beam_attention_with_weights(*given)
+            return beam_attention(*inputs).reshape(rows, -1)
+        mixed, weights = beam_attention_with_weights(*inputs)
         self.weights = weights.flatten(0, 1)
         return mixed.reshape(rows, -1)
 
 
 @dataclass(frozen=True)
 class TextAttention:
-    """Each beam's newest token attends to its text, itself included.
+    """Self-attention of each beam's newest token over its text, including that token.
 
     Attributes:
-        parts: products of queries, keys and values, or the one that has them side by side.
-        blocks: in how many blocks, of as many heads each, that one has its queries, keys and values side by side.
-        values_first: whether values stand before keys there.
-        spread: whether a key head is kept once for each query head that reads it.
-        query_norm, key_norm: of each head, or, with `whole_norms`, of all together; None for none.
-        bias: by distance; None for none.
-        rotary: turns queries and keys; None where they are not turned.
-        neighbours: whether neighbours are turned together.
-        softcap: of the scores; None for none.
+        parts: Three products of queries, keys and values, or a single product of all three.
+        heads: Number of query heads H.
+        dims: Head dimension D.
+        scale: Factor of the scores.
+        query_norm: Norm of the queries, per head or over all heads (`whole_norms`); None for none.
+        key_norm: The same for the keys.
+        bias: Bias of the scores by distance; None for none.
+        rotary: Rotary position embedding of queries and keys; None for none.
+        softcap: Soft cap of the scores; None for none.
+        blocks: Number of blocks of the outputs of a single product; each block has the queries,
+            keys and values of the same number of heads.
+        values_first: Whether values come before keys in those blocks.
+        spread: Whether each key head is stored once per query head that reads it.
+        neighbours: Whether the rotation pairs adjacent elements (GPT-J style).
+        whole_norms: Whether the norms run over all heads together.
     """
 
     parts: Sequence[Product]
@@ -230,7 +313,7 @@ class TextAttention:
 
     @property
     def key_heads(self) -> int:
-        """Of keys and values, as they are kept."""
+        """Number of key and value heads in the cache."""
         return (
             self.heads
             if self.spread
@@ -238,8 +321,8 @@ class TextAttention:
         )
 
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
-        made = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
-        query, key, value = made if len(made) > 1 else self._split(made[0])
+        projected = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
+        query, key, value = projected if len(projected) > 1 else self._split(projected[0])
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         if self.rotary is not None:
@@ -259,20 +342,33 @@ class TextAttention:
         return of_heads(x.flatten(1))[0].view_as(x) if self.whole_norms else of_heads(x)[0]
 
     def _split(self, made: Tensor) -> Sequence[Tensor]:
-        """Queries, keys and values (R, .., D) of one product (R, all of their heads, D)."""
+        """Split the output of a single product into queries, keys and values.
+
+        Args:
+            made: (R, heads of all three, D).
+        Returns:
+            Queries (R, H, D), keys and values (R, Hkv, D).
+        """
         heads = made.shape[1] // self.blocks
-        of_queries = self.heads // self.blocks
-        others = (heads - of_queries) // 2
-        parts = made.unflatten(1, (self.blocks, heads)).split((of_queries, others, others), 2)
+        query_heads = self.heads // self.blocks
+        key_heads = (heads - query_heads) // 2
+        parts = made.unflatten(1, (self.blocks, heads)).split(
+            (query_heads, key_heads, key_heads), 2
+        )
         query, key, value = (part.flatten(1, 2) for part in parts)
         return (query, value, key) if self.values_first else (query, key, value)
 
 
 @dataclass(frozen=True)
 class SourceAttention:
-    """The newest token attends to the encoder's output, whose keys and values are there already.
+    """Cross-attention of the newest token over precomputed keys and values of the source.
 
-    made_by: what makes them of it; None where that is no product of linear layers.
+    Attributes:
+        query: Product of the queries.
+        heads: Number of query heads H.
+        dims: Head dimension D.
+        scale: Factor of the scores.
+        made_by: Products of the keys and values; None if these do not come from linear layers.
     """
 
     query: Product
@@ -289,9 +385,13 @@ class SourceAttention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The wide layer and its activation function, times a gate where there is one.
+    """The first half of a feed-forward block: an activated linear layer with an optional gate.
 
-    gated: that layer; None for none. halves: whether the second half of the wide layer's output is times the first.
+    Attributes:
+        wide: The linear layer whose output is activated.
+        activation: Kind of activation, as in `ops.activation`.
+        gated: Linear layer of the gate; None for none.
+        halves: Whether the second half of the output of `wide` is the gate of the first half.
     """
 
     wide: Product
@@ -312,10 +412,16 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """`mix` of the input, its projection, the sum with the residual stream, and the norm behind it.
+    """A sublayer: attention or feed-forward, an output projection, the residual sum, and a norm.
 
-    own: a norm of the projection's output, before the sum; None for none.
-    parallel: whether the norm behind is of the stream that came in, without the sum: the next sublayer reads that.
+    Attributes:
+        layer: Index of the decoder layer.
+        mix: Attention or feed-forward, called with the input, `layer` and the step's inputs.
+        out: Product of the output projection.
+        norm: Norm of the residual sum.
+        own: Norm of the projection's output before the residual sum; None for none.
+        parallel: Whether `norm` gets the incoming residual stream instead of the sum. The next
+            sublayer then reads the same input and runs in parallel to this one.
     """
 
     layer: int
@@ -326,9 +432,19 @@ class Sublayer:
     parallel: bool = False
 
     def __call__(self, x: Tensor, stream: Tensor, context: Any) -> tuple[Tensor, Tensor]:
-        """Return what the next sublayer reads, the normed sum, and the sum, (R, C) each; context: what `mix` reads."""
-        made = self._made(x, stream, context)
-        return made if (noise := rounding.get()) is None else (noise(made[0]), noise(made[1]))
+        """Run the sublayer.
+
+        Args:
+            x: Input of the sublayer (R, C).
+            stream: Residual stream (R, C).
+            context: Inputs of the step, which `mix` reads.
+        Returns:
+            The input of the next sublayer and the residual stream, (R, C) each.
+        """
+        outputs = self._made(x, stream, context)
+        return (
+            outputs if (noise := rounding.get()) is None else (noise(outputs[0]), noise(outputs[1]))
+        )
 
     def _made(self, x: Tensor, stream: Tensor, context: Any) -> tuple[Tensor, Tensor]:
         mixed = self.mix(x, self.layer, context)
@@ -343,11 +459,17 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class Embedding:
-    """Token embeddings, scaled, plus those of positions, normed.
+    """Scaled token embeddings plus position embeddings, with an optional norm.
 
-    positions: (P, C), whose row `first` is the position 0; None for none. padding: the token that has row `padding_row`
-    wherever it stands, or, where that is None, the row before its own; None for none. norm_tokens: whether the norm is
-    of the tokens alone.
+    Attributes:
+        tokens: Token embeddings (V, C).
+        scale: Factor of the token embeddings.
+        positions: Position embeddings (P, C); None for none.
+        first: Row of `positions` for position 0.
+        padding: Id of the padding token, if its position embedding differs; None if it does not.
+        padding_row: Row of `positions` for padding; None for the row before that of its position.
+        norm: Norm of the embeddings; None for none.
+        norm_tokens: Whether the norm applies to the token embeddings only.
     """
 
     tokens: Tensor
@@ -369,7 +491,7 @@ class Embedding:
         return x if row is None else x.add_(rows_of_positions(ids, row, other))
 
     def _rows(self, position: int | Tensor) -> tuple[Tensor | None, tuple[int, Tensor] | None]:
-        """The rows of positions, and of what a padding token has instead."""
+        """Return the position embeddings, and the padding token's id and embeddings."""
         if self.positions is None:
             return None, None
         row = self.positions[self.first + position]
@@ -381,18 +503,23 @@ class Embedding:
 
 @dataclass(frozen=True)
 class DecoderStep:
-    """A decoder's step.
+    """The fused decode step of a decoder.
 
     Attributes:
-        module: the decoder.
-        first: the norm before the first sublayer, where norms come first; None where they come behind.
-        bias: (V,), added to the logits; None for none.
-        scale: of what the head reads.
-        softcap: of the logits; None for none.
-        facts: what it was made from beside weights, the model's config among it: equal where nothing has changed.
-        together: runs all sublayers at once, of what the first one reads and the stream that it adds to; None for no
-            such thing, or, as its result, where this step is not for it.
-        tokens: how many it runs of each row, of which the first stays.
+        tokens: Tokens that a step runs per row, of which only the first stays in the KV cache.
+        module: The decoder.
+        embedding: Embedding of the newest tokens.
+        sublayers: Sublayers in the order in which they run.
+        first: Norm before the first sublayer in pre-norm models; None in post-norm models.
+        head: Product of the output head.
+        bias: (V,) bias of the logits; None for none.
+        scale: Factor of the hidden states before the head.
+        softcap: Soft cap of the logits; None for none.
+        facts: Fingerprint of everything besides the weights that the step was built from, such as
+            the model's config. An equal fingerprint means that the step is still valid.
+        together: Runs all sublayers at once, given the input of the first one and the residual
+            stream. None if there is no such function. It returns None for a step that it does not
+            support.
     """
 
     tokens: ClassVar[int] = 1
@@ -409,7 +536,7 @@ class DecoderStep:
 
     @property
     def layers(self) -> tuple[int, int]:
-        """How many attend to the text, and to a source."""
+        """Numbers of self-attention and cross-attention layers."""
         mixes = [sublayer.mix for sublayer in self.sublayers]
         return sum(isinstance(m, TextAttention) for m in mixes), sum(
             isinstance(m, SourceAttention) for m in mixes
@@ -421,27 +548,34 @@ class DecoderStep:
 
     @property
     def counts_padding(self) -> bool:
-        """Whether attention has to know how many tokens of the prompt are padding, which no position id says."""
+        """Whether attention needs the number of padding tokens, which position ids do not tell."""
         biases = (s.mix.bias for s in self.sublayers if isinstance(s.mix, TextAttention))
         return any(bias is not None and bias.by_position for bias in biases)
 
     def __call__(self, ids: Tensor, context: StepInputs) -> Tensor:
-        """Return the logits (R, V) of what follows ids (R,) int64, the newest token of each row."""
+        """Run the decode step.
+
+        Args:
+            ids: (R,) int64, the newest token of each row.
+            context: Other inputs of the step.
+        Returns:
+            The logits (R, V) of the next token.
+        """
         return self.logits(self.hidden(ids, context))
 
     def hidden(self, ids: Tensor, context: StepInputs) -> Tensor:
-        """Return what the head reads of ids (R,) int64, the newest token of each row: (R, C)."""
+        """Return the hidden states (R, C) that the head reads; arguments as in `__call__`."""
         stream = self.embedding(ids, context.position)
         x = stream if self.first is None else self.first(stream)[0]
-        if self.together is not None and (made := self.together(x, stream, context)) is not None:
-            return made
+        if self.together is not None and (hidden := self.together(x, stream, context)) is not None:
+            return hidden
         for sublayer in self.sublayers:
             x, total = sublayer(x, stream, context)
             stream = x if self.first is None else total
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits (R, V) of hidden states (R, C)."""
+        """Apply the head to hidden states (R, C); return the logits (R, V)."""
         logits = self.head.apply(x if self.scale == 1.0 else x * self.scale)
         if self.bias is not None:
             logits.add_(self.bias)

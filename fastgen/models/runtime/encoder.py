@@ -1,9 +1,11 @@
-"""An encoder's layers over sentences of different lengths: no padding between them, and none that nobody reads.
+"""The unpadded encoder: an encoder's layers over sentences of different lengths without padding.
 
-What reads the weights runs over the tokens of all sentences, one row each; attention over the sentences of one length
-at a time. Where only what the encoder makes of each sentence's first position is read, the last layer makes no more.
+Matrix products run over the tokens of all sentences, one row per token. Attention runs over groups
+of sentences of equal length. If only the output at each sentence's first position is needed, the
+last layer computes only that.
 
-Sources: Wang et al. 2021 (LightSeq), section 2.1; Zhai et al. 2023 (ByteTransformer), for the rows without padding.
+Sources: Wang et al. 2021 (LightSeq), section 2.1; Zhai et al. 2023 (ByteTransformer), for rows
+without padding.
 """
 
 import functools
@@ -23,19 +25,34 @@ from fastgen.models.runtime.decode_step import Embedding, Sublayer
 from fastgen.ops.linear import saved_share
 
 Padding = Literal["run", "alike", "none", "first"]
-"""What is made of padding: each position of it; one, which stands for all of its sentence; nothing; and nothing either,
-but of every sentence the first position is run, be it padding, and alone is read in the end."""
+"""How padding is processed.
+
+- "run": Every padding position is run.
+- "alike": One padding position per sentence is run, and its output serves all of them.
+- "none": Padding is skipped, and its output is zero.
+- "first": Padding is skipped, except at first positions. Only the output at each sentence's first
+  position is returned.
+"""
 
 READING, CALL = 18 * 10**6, 22 * 10**5
-"""What it takes to read a layer's parts, and one call of attention, in multiply-adds of a matrix product (0.4 and 0.05
-ms of one thread of an AMD EPYC): so much less is to be computed where padding is left out."""
+"""Cost of inspecting the parts of a layer, and of one attention call.
+
+The unit is multiply-adds of a matrix product; the costs are 0.4 ms and 0.05 ms of one thread of an
+AMD EPYC. Skipping padding has to save at least that.
+"""
 
 LOOK = 4 * READING
-"""What there must be to save at most, or even a look at the masks costs too much."""
+"""Possible savings, in multiply-adds, below which even inspecting the masks costs too much."""
 
 
 class Group(NamedTuple):
-    """Sentences of one length: how many, the tokens of each, and the padding of each that is run."""
+    """Sentences of equal length.
+
+    Attributes:
+        sentences: Number of sentences.
+        tokens: Tokens of each sentence.
+        padding: Padding positions of each sentence that are run.
+    """
 
     sentences: int
     tokens: int
@@ -44,18 +61,20 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Sentences:
-    """The positions of a batch (B, S) that are run, one row each: tokens first, then padding.
+    """The positions of a batch (B, S) that are run, one row each: all tokens, then padding.
 
-    Sentences are in the order of their lengths.
+    Sentences are sorted by length.
 
     Attributes:
         shape: (B, S).
-        groups: the sentences, one behind the other.
-        places: (R,) int64, where each row lies among the B * S positions; None where they are the batch as it lies.
-        rows: (B * S,) int64, the row that has what each position gets; None where some get nothing.
-        first: (B,) int64, the rows of first positions, where nothing else is read; else None.
-        back: (B,) int64, the place of each sentence of the batch in the order of lengths.
-        narrow: whether the rows that attend are but those of `first`.
+        groups: The sentences by length, in the order of their rows.
+        places: (R,) int64, index of each row among the B * S positions; None if the rows are all
+            positions in order.
+        rows: (B * S,) int64, row whose output each position gets; None if some positions get zeros.
+        first: (B,) int64, rows of first positions if only their output is needed; else None.
+        back: (B,) int64, index of each sentence of the batch in the order of lengths; None if the
+            sentences keep their order.
+        narrow: Whether only the rows of `first` are queries.
     """
 
     shape: tuple[int, int]
@@ -68,36 +87,46 @@ class Sentences:
 
     @property
     def tokens(self) -> int:
-        """How many rows are attended to."""
+        """Number of rows that are keys and values."""
         return sum(group.sentences * group.tokens for group in self.groups)
 
     def chosen(self, hidden: Tensor) -> Tensor:
-        """The rows (R, C) of hidden (B, S, C), or of (B, S) its (R,)."""
+        """Gather the rows (R, C) from hidden (B, S, C), or (R,) from (B, S)."""
         flat = hidden.reshape(-1, *hidden.shape[2:])
         return flat if self.places is None else flat.index_select(0, self.places)
 
     def restored(self, x: Tensor) -> Tensor:
-        """What was made of the rows as (B, S, C), with zeros where nothing was; (B, 1, C) of the first positions."""
+        """Scatter the outputs x (R, C) to the positions of the batch.
+
+        Returns:
+            (B, S, C), with zeros at positions that were skipped; (B, 1, C) if only first positions
+            are needed.
+        """
         if self.first is not None:
             return (x if self.back is None else x[self.back])[:, None]
         if self.places is None:
             return x.view(*self.shape, -1)
         if self.rows is not None:
             return x.index_select(0, self.rows).view(*self.shape, -1)
-        whole = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1])
-        return whole.index_copy_(0, self.places, x).view(*self.shape, -1)
+        padded = x.new_zeros(self.shape[0] * self.shape[1], x.shape[1])
+        return padded.index_copy_(0, self.places, x).view(*self.shape, -1)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        """Return what each query (R, H, D) finds in its own sentence, (R, H * D).
+        """Let each query attend to the tokens of its sentence.
 
         Args:
-            query: of all rows, or where these are narrow of each sentence's first position.
-            key, value: (N, H, D) of the tokens.
-            bias: (1, H, S, S), to be added to the scores; None for none. Only without padding.
+            query: (R, H, D), of all rows, or of first positions only if `narrow`.
+            key: (N, H, D), of the tokens.
+            value: (N, H, D), of the tokens.
+            scale: Factor of the scores.
+            bias: (1, H, S, S) bias of the scores; None for none. It requires that no padding is
+                run.
+        Returns:
+            The attention output (R, H * D).
         """
-        found, of_padding, start, behind = (
+        token_outputs, padding_outputs, start, padding_start = (
             list[Tensor](),
             list[Tensor](),
             0,
@@ -111,62 +140,78 @@ class Sentences:
             )
             mask = None if bias is None else bias[..., :tokens, :tokens]
             if not self.narrow:
-                found.append(_attention(query[start:end], keys, values, scale, mask))
-            others = 1 if self.narrow else padding
-            if others:
-                of_padding.append(
-                    _attention(query[behind : behind + count * others], keys, values, scale, None)
+                token_outputs.append(_attention(query[start:end], keys, values, scale, mask))
+            extra = 1 if self.narrow else padding
+            if extra:
+                padding_outputs.append(
+                    _attention(
+                        query[padding_start : padding_start + count * extra],
+                        keys,
+                        values,
+                        scale,
+                        None,
+                    )
                 )
-            start, behind = end, behind + count * others
-        found += of_padding
-        return found[0] if len(found) == 1 else torch.cat(found)
+            start, padding_start = end, padding_start + count * extra
+        token_outputs += padding_outputs
+        return token_outputs[0] if len(token_outputs) == 1 else torch.cat(token_outputs)
 
 
 def may_pay(positions: int, channels: int, padded: bool) -> bool:
-    """Whether it is worth a look: not in a call that is over before the layers' parts are read.
+    """Return whether the unpadded encoder might pay, from the size of the batch alone.
 
-    padded: whether some of the work may be left out.
+    Args:
+        positions: Positions of the batch, B * S.
+        channels: Width of the model C.
+        padded: Whether there may be padding to skip.
     """
     return (1 if padded else saved_share()) * positions * weights_of(channels) > LOOK
 
 
 def weights_of(channels: int) -> int:
-    """The elements of a layer's weights, as wide as most are."""
+    """Return the number of weights of a typical encoder layer with this width."""
     return 12 * channels**2
 
 
 def pays(
     lengths: Sequence[int], length: int, padding: Padding, weights: int, layers: int, routed: bool
 ) -> bool:
-    """Whether layers run sooner so than by their own forward, over sentences padded to one length.
+    """Return whether the unpadded encoder is faster than the encoder's own forward.
 
     Args:
-        lengths: tokens of each sentence. length: with padding.
-        weights: elements of a layer's. layers: how many.
-        routed: whether its products may have packed weights.
+        lengths: Tokens of each sentence.
+        length: Length of the padded batch S.
+        padding: How padding is processed.
+        weights: Number of weights of one layer.
+        layers: Number of layers.
+        routed: Whether the layers' products may use packed weights.
     """
     positions, tokens = len(lengths) * length, sum(lengths)
     padded = sum(count < length for count in lengths)
     run = {"run": positions - tokens, "alike": padded}.get(padding, 0)
     calls = len(set(lengths)) * (2 if run else 1)
-    left_out = (positions - tokens - run) * layers
+    skipped = (positions - tokens - run) * layers
     if padding == "first":
-        left_out += tokens * 3 // 4  # the last layer still makes keys and values
-    saved = left_out + (saved_share() * (tokens + run) * layers if routed else 0)
+        skipped += tokens * 3 // 4  # The last layer still computes keys and values.
+    saved = skipped + (saved_share() * (tokens + run) * layers if routed else 0)
     return saved * weights > layers * (READING + calls * CALL)
 
 
 def _attention(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None
 ) -> Tensor:
-    """Attention of query (G * Q, H, D) over keys, values (G, H, L, D): (G * Q, H * D)."""
+    """Run attention of query (G * Q, H, D) over keys and values (G, H, L, D).
+
+    Returns:
+        (G * Q, H * D).
+    """
     folded = query.view(keys.shape[0], -1, *query.shape[1:]).transpose(1, 2)
     mixed = F.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
     return mixed.transpose(1, 2).reshape(len(query), -1)
 
 
 def whole(shape: tuple[int, int], padding: Padding, device: torch.device) -> Sentences:
-    """The positions of a batch (B, S) without padding."""
+    """Return the `Sentences` of a batch (B, S) without padding."""
     first = (
         torch.arange(shape[0], device=device, dtype=torch.int64) * shape[1]
         if padding == "first"
@@ -176,27 +221,28 @@ def whole(shape: tuple[int, int], padding: Padding, device: torch.device) -> Sen
 
 
 def arranged(visible: Tensor, padding: Padding) -> Sentences:
-    """The positions of a batch that are run.
+    """Return the `Sentences` of a padded batch.
 
     Args:
-        visible: (B, S) bool, where a token is and no padding; at least one in each sentence.
+        visible: (B, S) bool, True at tokens and False at padding; each sentence has a token.
+        padding: How padding is processed.
     """
     sentences, length = visible.shape
-    at, run = torch.arange(length, device=visible.device, dtype=torch.int64), ~visible
+    columns, run = torch.arange(length, device=visible.device, dtype=torch.int64), ~visible
     if padding == "alike":
         run = run & (run.cumsum(1) == 1)
     elif padding == "first":
-        run = run & (at == 0)
+        run = run & (columns == 0)
     elif padding == "none":
         run = torch.zeros_like(run)
     counts = list(zip(visible.sum(1).tolist(), run.sum(1).tolist(), strict=True))
     order = sorted(range(sentences), key=counts.__getitem__)
     by_length = torch.tensor(order, device=visible.device, dtype=torch.int64)
-    positions = by_length[:, None] * length + at
+    positions = by_length[:, None] * length + columns
     places = torch.cat([positions[visible[by_length]], positions[run[by_length]]])
     groups = tuple(
-        Group(len(list(alike)), *kind)
-        for kind, alike in itertools.groupby(counts[sentence] for sentence in order)
+        Group(len(list(group)), *kind)
+        for kind, group in itertools.groupby(counts[sentence] for sentence in order)
     )
     back = torch.empty_like(by_length).index_copy_(
         0, by_length, torch.arange(sentences, device=visible.device, dtype=torch.int64)
@@ -211,14 +257,18 @@ def arranged(visible: Tensor, padding: Padding) -> Sentences:
         )
     if padding == "alike":
         rows = rows.view(sentences, length)
-        stands = (rows * run).sum(1, keepdim=True)  # the one row of a sentence's padding
-        rows = torch.where(visible, rows, stands).flatten()
+        padding_row = (rows * run).sum(1, keepdim=True)  # (B, 1), the padding row that is run.
+        rows = torch.where(visible, rows, padding_row).flatten()
     return Sentences((sentences, length), groups, places, rows, back=back)
 
 
 @dataclass(frozen=True)
 class PositionBias:
-    """What is added to attention scores by the places of query and key: `make` gives (1, H, S, S)."""
+    """A bias of attention scores by the positions of query and key.
+
+    Attributes:
+        make: Computes the table (1, H, S, S).
+    """
 
     make: Callable[[], Tensor]
 
@@ -229,7 +279,15 @@ class PositionBias:
 
 @dataclass(frozen=True)
 class SentenceAttention:
-    """Every row attends to the tokens of its sentence; parts: the products of queries, keys and values."""
+    """Self-attention of every row over the tokens of its sentence.
+
+    Attributes:
+        parts: Products of queries, keys and values.
+        heads: Number of heads H.
+        dims: Head dimension D.
+        scale: Factor of the scores.
+        bias: Bias of the scores by position; None for none.
+    """
 
     parts: Sequence[Product]
     heads: int
@@ -239,10 +297,10 @@ class SentenceAttention:
 
     def __call__(self, x: Tensor, layer: int, sentences: Sentences) -> Tensor:
         tokens = x[: sentences.tokens]
-        attending = x[sentences.first] if sentences.narrow else x
+        queries = x[sentences.first] if sentences.narrow else x
         query, key, value = (
-            part.apply(read).view(-1, self.heads, self.dims)
-            for part, read in zip(self.parts, (attending, tokens, tokens), strict=True)
+            part.apply(rows).view(-1, self.heads, self.dims)
+            for part, rows in zip(self.parts, (queries, tokens, tokens), strict=True)
         )
         return sentences.attend(
             query, key, value, self.scale, None if self.bias is None else self.bias.table
@@ -251,14 +309,17 @@ class SentenceAttention:
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder's layers.
+    """The layers of an encoder.
 
     Attributes:
-        module: the encoder.
-        embedding: of its tokens; None where somebody else embeds them.
-        first: the norm before the first sublayer, where norms come first; None where they come behind.
-        facts: what it was made from beside weights, the model's config among it: equal where nothing has changed.
-        together: runs all sublayers at once, as `DecoderStep.together`; None for no such thing.
+        module: The encoder.
+        sublayers: Sublayers in the order in which they run.
+        first: Norm before the first sublayer in pre-norm models; None in post-norm models.
+        embedding: Embedding of the tokens; None if the caller embeds them.
+        facts: Fingerprint of everything besides the weights that it was built from, such as the
+            model's config. An equal fingerprint means that it is still valid.
+        together: Runs all sublayers at once, as `DecoderStep.together`; None if there is no such
+            function.
     """
 
     module: nn.Module
@@ -270,34 +331,40 @@ class Encoder:
 
     @property
     def biased(self) -> bool:
-        """Whether attention depends on how far apart two tokens are."""
+        """Whether any layer has a bias of attention scores by position."""
         return any(
             isinstance(part.mix, SentenceAttention) and part.mix.bias is not None
             for part in self.sublayers
         )
 
     def __call__(self, x: Tensor, sentences: Sentences) -> Tensor:
-        """Return what the layers make of rows x (R, C); of first positions alone (B, C), in the order of lengths."""
+        """Run the layers.
+
+        Args:
+            x: (R, C), the embedded rows.
+            sentences: The positions of the rows.
+        Returns:
+            (R, C); (B, C) in the order of lengths if only first positions are needed.
+        """
         stream = x
         if self.first is not None:
             x = self.first(stream)[0]
-        made = (
+        native_output = (
             None
             if self.together is None or outcome_in_c(self) is False
             else self.together(x, stream, sentences)
         )
-        if made is not None and outcome_in_c(self):
-            return made
-        own = self._one_by_one(x, stream, sentences)
-        if made is not None:
-            verdict_in_c(self, made, own)
-        return own
+        if native_output is not None and outcome_in_c(self):
+            return native_output
+        output = self._one_by_one(x, stream, sentences)
+        if native_output is not None:
+            verdict_in_c(self, native_output, output)
+        return output
 
     def _one_by_one(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor:
         for index, sublayer in enumerate(self.sublayers):
-            if (
-                sentences.first is not None and index == len(self.sublayers) - 2
-            ):  # attention of the last layer
+            # The last two sublayers are the attention and feed-forward of the last layer.
+            if sentences.first is not None and index == len(self.sublayers) - 2:
                 stream, sentences = stream[sentences.first], replace(sentences, narrow=True)
             x, total = sublayer(x, stream, sentences)
             stream = x if self.first is None else total

@@ -1,7 +1,8 @@
-"""The first token of texts that have a source: made from the weights too, keys and values of the source included.
+"""The fused first token of encoder-decoder models, including the cross-attention keys and values.
 
-Through the modules that takes up to twice as long, which a short call notices. A model whose first token has not been
-compared runs it through its own forward, and is compared then (`models.build.equivalence_check`).
+Running it through the model's modules takes up to twice as long, which matters in short calls. A
+model that has not been compared yet runs its first token through its own forward, which is then
+compared with the fused one (`models.build.equivalence_check`).
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,11 @@ from fastgen.models.runtime.decode_step import Context, DecoderStep, SourceAtten
 from fastgen.ops.rotation import Rotation, rotated
 
 Kept = tuple[Tensor, Tensor]
-"""Keys and values (B, Hkv, N, D) of a layer."""
+"""Keys and values (B, Hkv, N, D) of one layer."""
 
 
 def able(step: DecoderStep) -> bool:
-    """Whether a decoder's first token can be made as its steps are."""
+    """Return whether the first token of a decoder can run as a fused step."""
     mixes = [sublayer.mix for sublayer in step.sublayers]
     sources = [mix for mix in mixes if isinstance(mix, SourceAttention)]
     return (
@@ -31,7 +32,7 @@ def able(step: DecoderStep) -> bool:
 
 
 def source_of(step: DecoderStep, states: Tensor) -> list[Kept]:
-    """Each layer's keys and values of an encoder's output (B, S, C)."""
+    """Compute the cross-attention keys and values of each layer from encoder states (B, S, C)."""
     sentences, length = states.shape[:2]
     rows = states.reshape(sentences * length, -1)
 
@@ -39,25 +40,33 @@ def source_of(step: DecoderStep, states: Tensor) -> list[Kept]:
         return product.apply(rows).view(sentences, length, -1, dims).transpose(1, 2)
 
     mixes = (sublayer.mix for sublayer in step.sublayers)
-    found = ((mix.made_by, mix.dims) for mix in mixes if isinstance(mix, SourceAttention))
+    layers = ((mix.made_by, mix.dims) for mix in mixes if isinstance(mix, SourceAttention))
     return [
         (made(makers[0], dims), made(makers[1], dims))
-        for makers, dims in found
+        for makers, dims in layers
         if makers is not None
     ]
 
 
 def room_of(step: DecoderStep, texts: int) -> list[Kept]:
-    """Each layer's keys and values of first tokens that have yet to be run."""
+    """Allocate the self-attention keys and values of the first token of each layer."""
     mixes = (sublayer.mix for sublayer in step.sublayers)
-    found = ((mix.key_heads, mix.dims) for mix in mixes if isinstance(mix, TextAttention))
+    shapes = ((mix.key_heads, mix.dims) for mix in mixes if isinstance(mix, TextAttention))
     make = step.embedding.tokens.new_zeros
-    return [(make(texts, heads, 1, dims), make(texts, heads, 1, dims)) for heads, dims in found]
+    return [(make(texts, heads, 1, dims), make(texts, heads, 1, dims)) for heads, dims in shapes]
 
 
 @dataclass
 class Room:
-    """Keys and values (B, Hkv, N, D) of a layer where they will lie: `slots` of them are there."""
+    """A cache layer over preallocated keys and values.
+
+    Attributes:
+        keys: (B, Hkv, N, D).
+        values: (B, Hkv, N, D).
+        slots: Number of slots that are filled.
+        beams: Beams per sentence.
+        begun: Whether the buffers are allocated, as in `LayerKV`.
+    """
 
     keys: Tensor
     values: Tensor
@@ -70,7 +79,7 @@ class Room:
         return self.keys, self.values
 
     def make_room(self) -> None:
-        """There is room."""
+        """Do nothing: there is room for the only token."""
 
     def note_step(self) -> None:
         self.slots += 1
@@ -91,32 +100,39 @@ class Room:
 
 
 class FirstToken(Context):
-    """What the first token of B texts reads, which is all that there is to see of them."""
+    """Inputs of a step on the first token of B texts, which attends to itself only."""
 
     def text_mask_with(self, bias: Bias | None) -> None:
-        """None: one key has all the weight, whatever is added to its score."""
+        """Return None: a single key has weight 1, whatever its score."""
 
     def self_attention(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
-        softcap: float | None, rotation: Rotation | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Bias | None,
+        scale: float,
+        softcap: float | None,
+        rotation: Rotation | None = None,
+    ) -> Tensor:
         if rotation is None:
             self.text[layer].append(key[:, :, None], value[:, :, None])
         else:
             self.text[layer].append_turned(query, key, value, rotation)
-        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).flatten(
-            1
-        )  # which has all the weight
+        # The only key has weight 1.
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).flatten(1)
 
 
 def first_token(
     text: Sequence[Kept], source: Sequence[Kept], source_mask: Tensor | None
 ) -> FirstToken:
-    """What the first token reads of a source, and where its own keys and values come to lie.
+    """Return the inputs of a step on the first token.
 
     Args:
-        text: room for each layer's, (B, Hkv, 1, D). source: each layer's.
-        source_mask: additive, (B, 1, 1, S); None where all is seen.
+        text: Buffers for the self-attention keys and values of each layer, (B, Hkv, 1, D).
+        source: Cross-attention keys and values of each layer.
+        source_mask: Additive mask of the source (B, 1, 1, S); None if everything is visible.
     """
     rooms, sources = (
         [Room(*kept) for kept in text],
@@ -128,7 +144,16 @@ def first_token(
 def all_made(
     step: DecoderStep, ids: Tensor, states: Tensor, source_mask: Tensor | None
 ) -> list[Tensor]:
-    """The logits (B, V) of first tokens ids (B,), and what the layers keep, of the text and of the source, in order."""
+    """Run the first token, including the keys and values of the source.
+
+    Args:
+        step: Fused decode step of the decoder.
+        ids: (B,) int64, the first tokens.
+        states: Encoder output (B, S, C).
+        source_mask: Additive mask of the source (B, 1, 1, S); None if everything is visible.
+    Returns:
+        The logits (B, V), then keys and values of each layer: self-attention, then cross-attention.
+    """
     source = source_of(step, states)
     text = room_of(step, len(states))
     logits = step(ids, first_token(text, source, source_mask))

@@ -1,6 +1,8 @@
-"""Several calls in one decode step: what reads the weights runs over the rows of all, attention over those of each.
+"""One decode step for several calls.
 
-Source: Yu et al. 2022 (Orca), section 3.2: selective batching.
+Matrix products run over the rows of all calls, attention runs over the rows of each call.
+
+Source: Yu et al. 2022 (Orca), section 3.2 (selective batching).
 """
 
 from collections.abc import Sequence
@@ -15,10 +17,13 @@ from fastgen.models.runtime.decode_step import Context, DecoderStep
 
 @dataclass
 class Joint:
-    """`StepInputs` of several calls, whose rows lie one behind the other.
+    """`StepInputs` of several calls, whose rows are concatenated.
 
     Attributes:
-        parts: the context of each. rows: how many rows each has.
+        parts: Context of each call.
+        rows: Number of rows of each call.
+        rotations: Cosines and sines, by the id of the `Rotary`; they serve all layers of a step.
+        position: Position of the newest token, counted from 0; (R,) int64 if rows differ.
     """
 
     parts: Sequence[Context]
@@ -31,22 +36,34 @@ class Joint:
         self.position: int | Tensor = self._position()
 
     def _position(self) -> int | Tensor:
-        found, device = [part.position for part in self.parts], self.parts[0].text[0].keys.device
-        if not any(isinstance(position, Tensor) for position in found) and len(set(found)) == 1:
-            return found[0]
-        of_rows = (
-            torch.as_tensor(at, dtype=torch.int64, device=device).expand(n)
-            for at, n in zip(found, self.rows, strict=True)
+        positions, device = (
+            [part.position for part in self.parts],
+            self.parts[0].text[0].keys.device,
         )
-        return torch.cat(list(of_rows))
+        if (
+            not any(isinstance(position, Tensor) for position in positions)
+            and len(set(positions)) == 1
+        ):
+            return positions[0]
+        row_positions = (
+            torch.as_tensor(at, dtype=torch.int64, device=device).expand(n)
+            for at, n in zip(positions, self.rows, strict=True)
+        )
+        return torch.cat(list(row_positions))
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         return turned_once(self.rotations, rotary, self.position, x)
 
     def self_attention(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Bias | None,
+        scale: float,
         softcap: float | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         pieces = zip(
             self.parts, *(torch.split(x, self.rows) for x in (query, key, value)), strict=True
         )
@@ -62,14 +79,19 @@ class Joint:
 def joint_step(
     decoder: DecoderStep, tokens: Sequence[Tensor], parts: Sequence[Context]
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """Make a step of several contexts, for the newest tokens (R,) of each.
+    """Run one decode step of several calls.
 
+    Args:
+        decoder: Fused decode step of the decoder.
+        tokens: (R,) int64 per call, the newest token of each row.
+        parts: Context of each call.
     Returns:
-        For each its logits (R, V), and the attention over the source (R, S) fp32 that its context asks for, or None.
+        For each call its logits (R, V), and the cross-attention weights (R, S) fp32 that its
+        context requests, or None.
     """
     if len(parts) == 1:
         made = [decoder(tokens[0], parts[0])]
     else:
-        rows = [len(of_part) for of_part in tokens]
+        rows = [len(part_tokens) for part_tokens in tokens]
         made = decoder(torch.cat(list(tokens)), Joint(parts, rows)).split(rows)
     return [(logits, part.weights) for logits, part in zip(made, parts, strict=True)]

@@ -1,7 +1,9 @@
-"""A decode step that asks with masks: beside the newest token of each beam it runs a mask, and predicts from that.
+"""A decode step that predicts from mask tokens.
 
-Rows are, of each sentence, its M tokens and then its M masks. Keys and values of the masks lie behind those of the
-tokens, where the next tokens' will be written, so that one attention call serves both.
+It runs a mask after the newest token of each beam, and the mask's output predicts the next token.
+The rows of each sentence are its M tokens, then its M masks. Keys and values of the masks take the
+slots after those of the tokens, which the next tokens overwrite. One attention call thus serves
+both.
 
 Source: Dong et al. 2019 (UniLM); Bao et al. 2021 (s2s-ft), decoding.
 """
@@ -23,24 +25,32 @@ from fastgen.ops.beam_attention import beam_attention
 
 @dataclass(frozen=True)
 class MaskedStep(DecoderStep):
-    """A `DecoderStep` whose logits are those of a mask behind each newest token.
+    """A `DecoderStep` whose logits are those of a mask after each newest token.
 
-    mask: its token id.
+    Attributes:
+        mask: Token id of the mask.
     """
 
     tokens = 2
     mask: int = -1
 
     def hidden(self, ids: Tensor, context: StepInputs) -> Tensor:
-        around = Asking(cast(Context, context))
-        tokens = ids.view(around.context.sentences, -1)
+        inputs = Asking(cast(Context, context))
+        tokens = ids.view(inputs.context.sentences, -1)
         both = torch.stack([tokens, torch.full_like(tokens, self.mask)], 1)
-        return super().hidden(both.flatten(), around).view(*both.shape, -1)[:, 1].flatten(0, 1)
+        return super().hidden(both.flatten(), inputs).view(*both.shape, -1)[:, 1].flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """BERT's head: a layer with an activation function and a norm before the product with the vocabulary."""
+    """BERT's output head: a dense layer, an activation, a norm and the vocabulary projection.
+
+    Attributes:
+        dense: Product of the dense layer.
+        activation: Kind of activation, as in `ops.activation`.
+        norm: The norm.
+        out: Product of the vocabulary projection.
+    """
 
     dense: Product
     activation: str
@@ -62,13 +72,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Asking:
-    """`StepInputs` of tokens and masks, from those of the tokens."""
+    """`StepInputs` of tokens and masks, derived from the context of the tokens."""
 
     context: Context
 
     @property
     def position(self) -> Tensor:
-        """(B * 2 * M,): a mask's is the one behind its token's."""
+        """(B * 2 * M,) int64; a mask has the position after its token's."""
         context, device = self.context, self.context.text[0].keys.device
         beams = context.text[0].beams
         at = (
@@ -80,7 +90,10 @@ class Asking:
 
     @functools.cached_property
     def mask(self) -> Tensor:
-        """Additive, (1 or B, 1, 2 * M, N): a mask sees what its token sees, and itself."""
+        """Additive attention mask (1 or B, 1, 2 * M, N).
+
+        A mask token sees what its token sees, and itself.
+        """
         text, seen = self.context.text[0], self.context.text_mask
         m, slots = text.beams, text.keys.shape[2]
         if seen is None:
@@ -91,32 +104,50 @@ class Asking:
         own = own.expand(*both.shape[:2], 2, m, m)
         if self.context.seen is None:
             return torch.cat([both, own], -1).flatten(2, 3)
-        # Keys and values with all their room: where in it the masks lie, the device knows.
+        # In a captured step keys and values include their unused capacity, and the device holds the
+        # index of the masks in it.
         both = F.pad(both, (0, slots - both.shape[-1]), value=-torch.inf)
         at = torch.arange(m, device=own.device, dtype=torch.int64) + self.context.seen
         return both.index_copy(-1, at, own).flatten(2, 3)
 
     @property
     def distances(self) -> Tensor:
-        """(1 or B, 2 * M, N) int64, from tokens and masks to each slot; less than 0 to those that none of them sees."""
-        beams, found = self.context.text[0].beams, self.context.distances()
-        if self.context.seen is None:  # else keys and values have all their room already
-            found = F.pad(found, (0, beams), value=-1)
-        return torch.stack([found, found + 1], 1).repeat_interleave(beams, 1)
+        """Distances from tokens and masks to each slot, (1 or B, 2 * M, N) int64.
+
+        They are negative for slots after those of the token or mask.
+        """
+        beams, distances = self.context.text[0].beams, self.context.distances()
+        if self.context.seen is None:  # Otherwise they include their unused capacity already.
+            distances = F.pad(distances, (0, beams), value=-1)
+        return torch.stack([distances, distances + 1], 1).repeat_interleave(beams, 1)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         return turned_once(self.context.rotations, rotary, self.position, x)
 
     def self_attention(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Bias | None,
+        scale: float,
         softcap: float | None,
-    ) -> Tensor:  # fmt: skip
-        assert bias is None  # of no model that asks with masks
+    ) -> Tensor:
+        assert bias is None  # No model with mask tokens has one.
         keys, values = self.append(layer, key, value)
         return self.attend(query, keys, values, self.mask, scale, softcap)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep key and value (R, H, D) of tokens and masks; return those of the text with them, (B, H, N, D)."""
+        """Append tokens and masks to the KV cache.
+
+        Args:
+            layer: Index of the decoder layer.
+            key: (R, H, D).
+            value: (R, H, D).
+        Returns:
+            Keys and values of the text, including tokens and masks, (B, H, N, D) each.
+        """
         kept: Any = self.context.text[layer]
         return kept.append_asking(key[:, :, None], value[:, :, None])
 
@@ -129,7 +160,18 @@ class Asking:
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        """Return what query (R, H, D) finds there, (R, H * D); mask: additive, (1 or B, 1 or H, 2 * M, N)."""
+        """Let tokens and masks attend to the text.
+
+        Args:
+            query: (R, H, D).
+            keys: (B, H, N, D).
+            values: (B, H, N, D).
+            mask: Additive mask (1 or B, 1 or H, 2 * M, N).
+            scale: Factor of the scores.
+            softcap: Soft cap of the scores; None for none.
+        Returns:
+            The attention output (R, H * D).
+        """
         rows = query.shape[0]
         query = query.view(self.context.sentences, -1, *query.shape[1:])
         seen = None if self.context.seen is None else self.context.seen + self.context.text[0].beams

@@ -1,7 +1,9 @@
-"""Several decode steps in a row in C, from token ids to logits, for a search that chooses in C too.
+"""Jobs of many decode steps in C, from token ids to logits, for a search that selects tokens in C.
 
-Python between two steps is a good part of a small model's step: where nobody looks on, it comes back when there is
-something to decide. Source: Wang et al. 2021 (LightSeq), section 2.1.
+Python between two steps takes a good part of a small model's step. C therefore runs many steps per
+Python call, until there is something for Python to decide.
+
+Source: Wang et al. 2021 (LightSeq), section 2.1.
 """
 
 import ctypes
@@ -24,14 +26,19 @@ from fastgen.ops.native import search as c
 
 
 class Prepared(NamedTuple):
-    """Steps of one call that C can make.
+    """A job of decode steps that C can run for one call.
 
     Attributes:
-        by: the library. decoder: what it reads. steps: how many it can make at most.
-        logits: (R, V) fp32, of the newest step. began: (steps + 1,) fp64, seconds, when each step began.
-        mask: (B, M, N) additive, what each beam sees of the text; None for all. own: (M, M), of the newest slots.
-        prefix: keys of a prompt. filled: slots behind them.
-        held: what `decoder` has the addresses of.
+        by: The native library.
+        decoder: Arguments of the library.
+        steps: Maximum number of decode steps.
+        logits: (R, V) fp32, output of the newest step.
+        began: (steps + 1,) fp64, start time of each step in seconds.
+        mask: (B, M, N) additive mask of the text for each beam; None if everything is visible.
+        own: (M, M) additive mask of the newest slots.
+        prefix: Number of keys of the shared prefix.
+        filled: Number of slots after the prefix that are in use.
+        held: Tensors whose addresses `decoder` contains.
     """
 
     by: native.Library
@@ -49,11 +56,17 @@ class Prepared(NamedTuple):
 def prepared(
     step: DecoderStep, context: Context, mask: Tensor | None, own: Tensor, steps: int
 ) -> Prepared | None:
-    """Have at most `steps` steps of a decoder that `is_written` ready, none of which is open; None where C cannot run.
+    """Prepare a job of decode steps in C, before any of their slots is reserved.
 
     Args:
-        mask: (B, M, N) additive, of the text's keys behind all those steps, prefix included; None where all are seen.
-        own: (M, M), what beams see of each other's newest slots.
+        step: Decode step of a decoder for which `is_written` holds.
+        context: Inputs of the first step.
+        mask: (B, M, N) additive mask of the keys of the text after all steps, prefix included; None
+            if everything is visible.
+        own: (M, M) additive mask of the newest slots, between the beams of a sentence.
+        steps: Maximum number of decode steps.
+    Returns:
+        The job, possibly of fewer steps; None if C cannot run it.
     """
     inner, embedding = step.together, step.embedding
     assert isinstance(inner, InC)
@@ -72,7 +85,7 @@ def prepared(
         for width, x in zip((inner.records.width,) * 2 + (head.outputs,) * 2, read, strict=True)
         if x is not None
     ]
-    able = lambda: (
+    able = lambda: (  # noqa: E731
         plain(*read)
         and all(x is None or x.stride(-1) == 1 for x in read)
         and [x.shape[-1] for x in read if x is not None] == widths
@@ -92,15 +105,27 @@ def prepared(
         memory.take(tokens, 2, rows, tokens.shape[1]),
         memory.take(tokens, rows, head.outputs),
     )
-    given, others = inner.records.given(x[0], x[1], inner.seen, [Rows(context.sentences, beams)])
+    step_args, step_held = inner.records.given(
+        x[0], x[1], inner.seen, [Rows(context.sentences, beams)]
+    )
     began = torch.empty(steps + 1, dtype=torch.float64, device="cpu")
     bias = next((each for each in read[2:] if each is not None), None)
     decoder = c.Decoder(
-        step=ctypes.addressof(given), seen=ctypes.addressof(inner.seen), tokens=tokens.data_ptr(),
-        vocabulary=len(tokens), token_row=tokens.stride(0), padding=-1, scale=embedding.scale,
-        embedded=_norm(embedding.norm, held), first=_norm(step.first, held), norm_tokens=embedding.norm_tokens,
-        work=inner.records.work, head_scale=step.scale, logits=logits.data_ptr(), began=began.data_ptr(),
-    )  # fmt: skip
+        step=ctypes.addressof(step_args),
+        seen=ctypes.addressof(inner.seen),
+        tokens=tokens.data_ptr(),
+        vocabulary=len(tokens),
+        token_row=tokens.stride(0),
+        padding=-1,
+        scale=embedding.scale,
+        embedded=_norm(embedding.norm, held),
+        first=_norm(step.first, held),
+        norm_tokens=embedding.norm_tokens,
+        work=inner.records.work,
+        head_scale=step.scale,
+        logits=logits.data_ptr(),
+        began=began.data_ptr(),
+    )
     address = None if bias is None else bias.data_ptr()
     decoder.head = c.Weight(
         panels.panels.data_ptr(), address, panels.outputs, panels.panels.shape[1]
@@ -119,12 +144,16 @@ def prepared(
             decoder.padding = embedding.padding
             decoder.padding_row = -1 if embedding.padding_row is None else embedding.padding_row
     text: Any = context.text[0]
-    held += (x, given, others)
+    held += (x, step_args, step_held)
     return Prepared(by, decoder, steps, logits, began, mask, own, text.prefix, text.filled, held)
 
 
 def why_not_in_c(step: DecoderStep) -> str:
-    """Return why decode steps on a CPU run as torch operations; empty where they run in C, or on another device."""
+    """Return why decode steps on a CPU run as torch operations instead of in C.
+
+    Returns:
+        The reason; empty if they run in C or on another device.
+    """
     if step.embedding.tokens.device.type != "cpu":
         return ""
     if step.dtype != torch.float32:
@@ -141,12 +170,12 @@ def why_not_in_c(step: DecoderStep) -> str:
         *(step.together.records.products if isinstance(step.together, InC) else ()),
         step.head,
     ]
-    short = shortage_of(product.module for product in products if isinstance(product, Linear))
-    return "" if short is None else f"not all weights are packed: {short}"
+    shortage = shortage_of(product.module for product in products if isinstance(product, Linear))
+    return "" if shortage is None else f"not all weights are packed: {shortage}"
 
 
 def is_written(step: DecoderStep) -> bool:
-    """Whether a decoder's steps are written in C from token ids to logits."""
+    """Return whether C implements all of a decoder's step, from token ids to logits."""
     norms = [step.embedding.norm, step.first]
     return (
         type(step) is DecoderStep
@@ -159,16 +188,15 @@ def is_written(step: DecoderStep) -> bool:
 
 
 def _rows_left(embedding: Embedding, positions: Tensor, position: int | Tensor) -> int:
-    """For how many steps there is a row of positions; 0 where a text has none now."""
+    """Return for how many steps there are position embeddings; 0 if a text has none now."""
     at = (
         [int(position.min()), int(position.max())]
         if isinstance(position, Tensor)
         else [position, position]
     )
     first, newest = (embedding.first + number for number in at)
-    before = (
-        embedding.padding is not None and embedding.padding_row is None
-    )  # padding has the row before its own
+    # Padding may use the row before that of its position.
+    before = embedding.padding is not None and embedding.padding_row is None
     return 0 if first < before else len(positions) - newest
 
 

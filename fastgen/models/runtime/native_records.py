@@ -1,6 +1,7 @@
-"""Sublayers as C reads them (`ops.native.step`), and how it runs them: all in one call.
+"""Sublayers as C records (`ops.native.step`), and the one native call that runs all of them.
 
-What a sublayer has that is not written in C leaves all of them to `models.runtime.decode_step`, operation by operation.
+If C does not implement some part of a sublayer, `models.runtime.decode_step` runs all sublayers
+operation by operation.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ from fastgen.ops.native import step as c
 
 
 def are_written(sublayers: Sequence[Sublayer]) -> bool:
-    """Whether sublayers have no parts but such as are written in C, and may be packed."""
+    """Return whether C implements all parts of the sublayers, and their weights may be packed."""
     return bool(sublayers) and config.settings().packs and all(map(_is_written, sublayers))
 
 
@@ -54,7 +55,7 @@ def _is_mix_written(mix: Any) -> bool:
 
 
 def is_norm(norm: NormLike) -> TypeGuard[Norm]:
-    """Whether a norm is one that C can read."""
+    """Return whether C can read a norm."""
     held = (norm.weight, norm.bias) if type(norm) is Norm else ()
     return type(norm) is Norm and all(
         x is None or (is_readable(x) and x.is_contiguous()) for x in held
@@ -62,25 +63,30 @@ def is_norm(norm: NormLike) -> TypeGuard[Norm]:
 
 
 def norm_fits(norm: NormLike | None, width: int) -> bool:
-    """Whether a norm, if it is one, is of so many numbers."""
+    """Return whether the parameters of a norm, if any, have `width` elements."""
     held = (norm.weight, norm.bias) if isinstance(norm, Norm) else ()
     return all(x is None or x.shape == (width,) for x in held)
 
 
 def _is_cut(mix: Any, panel: int) -> bool:
-    """Whether the halves of a wide layer do not begin where a panel does."""
+    """Return whether the second half of a wide layer starts within a panel."""
     return type(mix) is FeedForward and mix.halves and mix.wide.outputs % (2 * panel) != 0
 
 
 def _halves(wide: c.Weight) -> tuple[c.Weight, c.Weight]:
-    """The halves of a layer's outputs as weights of their own."""
+    """Split a weight into the two halves of its outputs."""
     half, bias = wide.outputs // 2, wide.bias
-    behind = wide.panels + 4 * half * wide.inputs, None if bias is None else bias + 4 * half
-    return c.Weight(wide.panels, bias, half, wide.inputs), c.Weight(*behind, half, wide.inputs)
+    second = wide.panels + 4 * half * wide.inputs, None if bias is None else bias + 4 * half
+    return c.Weight(wide.panels, bias, half, wide.inputs), c.Weight(*second, half, wide.inputs)
 
 
 def norm_of(norm: NormLike | None, at: Callable[[Tensor | None], int | None]) -> c.Norm:
-    """A norm as C reads it, or none; at: gives a tensor's address."""
+    """Return the C record of a norm, or of none.
+
+    Args:
+        norm: The norm; `unnormed` or None for none.
+        at: Returns the address of a tensor.
+    """
     if not isinstance(norm, Norm):
         return c.Norm(kind=c.UNNORMED)
     kind = c.RMS_NORM if norm.rms else c.LAYER_NORM
@@ -92,7 +98,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def _products(sublayer: Sublayer) -> list[Product]:
-    """All products of a sublayer, that of what it has mixed behind the others."""
+    """Return all products of a sublayer, the output projection last."""
     mix: Any = sublayer.mix
     if type(mix) in (TextAttention, SentenceAttention):
         parts = list(mix.parts)
@@ -104,20 +110,21 @@ def _products(sublayer: Sublayer) -> list[Product]:
 
 
 def _made(sublayer: Sublayer) -> int:
-    """How many numbers of a row the products of what comes in make."""
+    """Return the elements per row that the input products of a sublayer output."""
     return sum(product.outputs for product in _products(sublayer)[:-1])
 
 
 def _mixed(sublayer: Sublayer) -> int:
-    """How many numbers of a row a sublayer mixes, beside where its products lie."""
+    """Return the elements per row of a sublayer's attention or feed-forward output."""
     mix: Any = sublayer.mix
     return mix.wide.outputs if isinstance(mix, FeedForward) else mix.heads * mix.dims
 
 
 class _Held:
-    """What C has the addresses of: weights and biases of layers, and other tensors, which may change where they are.
+    """The tensors whose addresses C has: parameters of layers, and others.
 
-    A look at all of them in every step is a good part of a small one, so that there is no loop of Python's here.
+    Every step checks whether any of them was replaced, moved or modified. A Python loop over them
+    would take a good part of a small step, so the check has none.
     """
 
     def __init__(self, modules: Sequence[Any], others: Sequence[Tensor]) -> None:
@@ -128,12 +135,12 @@ class _Held:
         self._found = list(map(dict.get, self._homes, self._names))
         self._tensors = [*(tensor for tensor in self._found if tensor is not None), *others]
         self._addresses = list(map(_address, self._tensors))
-        self._weights: list[Any] = self._found[:: len(_NAMES)]  # of which packed copies are read
+        self._weights: list[Any] = self._found[:: len(_NAMES)]  # C reads packed copies of them.
         self._versions = list(map(_version, self._weights))
 
     @property
     def is_same(self) -> bool:
-        """Whether modules have the parameters that they had, where they were, and weights hold what they held."""
+        """Whether parameters are the same tensors at the same addresses, and weights unmodified."""
         return (
             all(map(operator.is_, map(dict.get, self._homes, self._names), self._found))
             and list(map(_address, self._tensors)) == self._addresses
@@ -146,17 +153,25 @@ _address, _version = Tensor.data_ptr, operator.attrgetter("_version")
 
 
 class Rows(NamedTuple):
-    """The rows of one call, of which there are `beams` for each sentence: beams, or tokens."""
+    """The rows of one call.
+
+    Attributes:
+        sentences: Number of sentences.
+        beams: Rows per sentence: beams in a decoder, tokens in an encoder.
+    """
 
     sentences: int
     beams: int
 
 
 class Records:
-    """Sublayers as C reads them, made when all weights are packed, and again when one is no longer what it was.
+    """The C records of sublayers.
+
+    They are built once all weights are packed, and rebuilt when a weight changes.
 
     Args:
-        sublayers: of parts that are written in C. norm_first: whether norms come before what they belong to.
+        sublayers: Sublayers of which C implements all parts.
+        norm_first: Whether the model is pre-norm.
     """
 
     def __init__(self, sublayers: Sequence[Sublayer], norm_first: bool) -> None:
@@ -164,20 +179,19 @@ class Records:
         self.made: Any = None
         self._made_by: native.Library | None = None
         self._held: _Held | None = None
-        self._others: list[Tensor] = []  # than parameters of layers
-        self._panels: list[PanelWeight] = []  # which the records name
+        self._others: list[Tensor] = []  # Tensors that are not parameters of layers.
+        self._panels: list[PanelWeight] = []  # Packed weights whose addresses are in the records.
         self.products: list[Any] = [
             product for sublayer in sublayers for product in _products(sublayer)
         ]
         self.memory: Memory = self.products[0].memory
-        self.work = sum(p.outputs * p.inputs for p in self.products) // len(
-            self.products
-        )  # of a product of one row
+        # Average multiply-adds of a product, for one row.
+        self.work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
-        self.width: int = self.products[0].inputs  # of a row
+        self.width: int = self.products[0].inputs  # Elements per row.
 
     def _is_packable(self, by: native.Library) -> bool:
-        """Whether there may be records for this library, once all weights are packed."""
+        """Return whether the records can be built for a library once all weights are packed."""
         modules = [product.module for product in self.products]
         biases = [module.bias for module in modules]
         return (
@@ -196,11 +210,11 @@ class Records:
         )
 
     def fits(self, x: Tensor, stream: Tensor) -> bool:
-        """Whether x and the stream, (R, C) each, are as wide as the sublayers."""
+        """Return whether x and stream, (R, C) each, have the width of the sublayers."""
         return x.dim() == 2 and x.shape == stream.shape and x.shape[1] == self.width
 
     def _has_width(self, sublayer: Sublayer) -> bool:
-        """Whether the products and norms of a sublayer read what those before them write."""
+        """Return whether the shapes of the products and norms of a sublayer match."""
         mix: Any = sublayer.mix
         *parts, out = _products(sublayer)
         made = sum(part.outputs for part in parts)
@@ -215,15 +229,19 @@ class Records:
             for norm, heads in ((mix.query_norm, mix.heads), (mix.key_norm, mix.key_heads)):
                 fits = fits and norm_fits(norm, mix.dims * heads if mix.whole_norms else mix.dims)
         inputs = {cast(Any, part).inputs for part in parts}
-        own = (
+        widths_match = (
             inputs == {self.width} and out.outputs == self.width and cast(Any, out).inputs == mixed
         )
-        return fits and own and norm_fits(sublayer.norm, self.width)
+        return fits and widths_match and norm_fits(sublayer.norm, self.width)
 
     def ready(self, by: native.Library, source_heads: Callable[[int], int]) -> bool:
-        """Whether there are records for this library, of weights as they are now.
+        """Build the records for a library, unless they are up to date.
 
-        source_heads: of the keys of the source, by the layer.
+        Args:
+            by: The native library.
+            source_heads: Returns the number of cross-attention key heads of a layer.
+        Returns:
+            Whether there are records of the current weights.
         """
         if (
             self.made is not None
@@ -236,17 +254,23 @@ class Records:
         if not self._is_packable(by):
             return False
         modules = [product.module for product in self.products]
-        panels = [
-            each for product in self.products if (each := product.in_panels()) is not None
-        ]  # all count as used
+        # Asks for all panels, as each request counts as a use of the weight.
+        panels = [each for product in self.products if (each := product.in_panels()) is not None]
         sizes = [(panel.outputs, panel.panels.shape[1]) for panel in panels]
         if sizes != [(product.outputs, product.inputs) for product in self.products]:
             return False
         biases = [module.bias for module in modules]
         self._others = []
         self._panels, self._made_by = panels, by
-        weights = [c.Weight(w.panels.data_ptr(), None if b is None else b.data_ptr(), w.outputs, w.panels.shape[1])
-                   for w, b in zip(panels, biases, strict=True)]  # fmt: skip
+        weights = [
+            c.Weight(
+                w.panels.data_ptr(),
+                None if b is None else b.data_ptr(),
+                w.outputs,
+                w.panels.shape[1],
+            )
+            for w, b in zip(panels, biases, strict=True)
+        ]
         left = iter(weights)
         self.made = (c.Sublayer * len(self.sublayers))(
             *(self._record(s, source_heads, left) for s in self.sublayers)
@@ -286,7 +310,7 @@ class Records:
         return norm_of(norm, self._at)
 
     def _at(self, tensor: Tensor | None) -> int | None:
-        """A tensor's address, which is looked at again in every step."""
+        """Return the address of a tensor, and register it for the check in every step."""
         if tensor is None:
             return None
         self._others.append(tensor)
@@ -301,9 +325,17 @@ class Records:
         calls: Sequence[Rows],
         attention: int,
     ) -> None:
-        """Run all sublayers of x (R, C), which becomes what the head reads, and the stream, which is lost.
+        """Run all sublayers in place.
 
-        seen: what each attending sublayer sees of each call. attention: multiplications of the largest one.
+        Args:
+            by: The native library.
+            x: (R, C), input of the first sublayer; overwritten with the output of the last one.
+            stream: (R, C), residual stream; its content is lost.
+            seen: `ops.native.step.Seen` records, of each attention sublayer for each call.
+            calls: Rows of each call.
+            attention: Multiplications of the largest attention.
+        Raises:
+            torch.OutOfMemoryError: There is no memory for the attention scores.
         """
         step, held = self.given(x, stream, seen, calls)
         threads = native.threads_for(max(x.shape[0] * self.work, attention))
@@ -311,33 +343,47 @@ class Records:
             raise torch.OutOfMemoryError(
                 f"no memory for the scores of {len(x)} rows in each of {threads} threads"
             )
-        del held  # what C has read
+        del held  # Kept alive until C has read it.
 
     def given(
         self, x: Tensor, stream: Tensor, seen: Any, calls: Sequence[Rows]
     ) -> tuple[c.Step, list[Any]]:
-        """What C reads, of the same arguments as `run`, and what has to be held for it."""
+        """Return the arguments of the library, and objects to keep alive while it runs.
+
+        The arguments are as in `run`.
+        """
         (rows, width), (wide, mixed) = x.shape, self._sizes
+        # Two residual sums, outputs of input products, attention or feed-forward outputs.
         room = (
             rows * width,
             rows * width,
             rows * wide,
             rows * mixed,
-        )  # of two sums, what products make, what is mixed
+        )
         scratch = self.memory.take(x, sum(room))
         sum_at, spare_at, wide_at, mixed_at = _addresses(scratch, room)
         if self.norm_first:
             sum_at = stream.data_ptr()
         placed = (c.Rows * len(calls))(*_placed(calls))
         step = c.Step(
-            ctypes.addressof(self.made), ctypes.addressof(seen), ctypes.addressof(placed), len(self.sublayers),
-            len(calls), *x.shape, self.norm_first, x.data_ptr(), sum_at, spare_at, wide_at, mixed_at,
-        )  # fmt: skip
+            ctypes.addressof(self.made),
+            ctypes.addressof(seen),
+            ctypes.addressof(placed),
+            len(self.sublayers),
+            len(calls),
+            *x.shape,
+            self.norm_first,
+            x.data_ptr(),
+            sum_at,
+            spare_at,
+            wide_at,
+            mixed_at,
+        )
         return step, [scratch, placed]
 
 
 def _placed(calls: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:
-    """The rows of calls, one behind the other."""
+    """Yield the first row, sentences and beams of each call, whose rows are concatenated."""
     first = 0
     for sentences, beams in calls:
         yield first, sentences, beams
@@ -345,6 +391,6 @@ def _placed(calls: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:
 
 
 def _addresses(room: Tensor, sizes: Sequence[int]) -> list[int]:
-    """Where pieces of so many numbers begin."""
+    """Return the addresses of consecutive fp32 arrays of the given sizes in elements."""
     starts = itertools.accumulate(sizes, initial=0)
     return [room.data_ptr() + 4 * start for start, _ in zip(starts, sizes, strict=False)]

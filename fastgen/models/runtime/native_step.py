@@ -1,7 +1,8 @@
-"""The sublayers of a decode step, or an encoder's, run in C at once: on a CPU, in fp32, where there is a library of it.
+"""The sublayers of a decode step or of an encoder in one native call, on a CPU in fp32.
 
-A step of a small model takes some 200 operations of a few microseconds each, and the Python between them; in C it is
-one call. Where C cannot run them, `models.runtime.decode_step` and `models.runtime.encoder` do, operation by operation.
+In torch, a step of a small model takes some 200 operations of a few microseconds each, plus the
+Python between them. Where C cannot run the sublayers, `models.runtime.decode_step` and
+`models.runtime.encoder` run them operation by operation.
 """
 
 import weakref
@@ -27,19 +28,27 @@ from fastgen.ops.dispatch import chosen, in_c, never, plain
 from fastgen.ops.native import step as c
 
 Together = Callable[[Tensor, Tensor, StepInputs], Tensor | None]
-"""Gives what the head reads (R, C) of what the first sublayer reads and the stream, which it may overwrite; or None."""
+"""Function that runs all sublayers, given their input, the residual stream and the step's inputs.
+
+It returns the input of the head (R, C), or None if it does not support the step. It may overwrite
+the first two arguments.
+"""
 
 BIASES = 2**20
-"""Numbers of a bias by distance that are held for steps in a row, unless a single step has more."""
+"""Maximum elements of a bias table for the steps of one job, unless a single step has more."""
 
 Reference = weakref.ReferenceType[Tensor] | None
-"""To a tensor that is not kept alive by it."""
+"""A weak reference to a tensor."""
 
 
 def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None:
-    """Return what runs a step's sublayers in C, for as long as a call lasts; None where they are not written in C.
+    """Return a function that runs the sublayers of a decode step in C, for the duration of a call.
 
-    norm_first: whether norms come before what they belong to.
+    Args:
+        sublayers: Sublayers in the order in which they run.
+        norm_first: Whether the model is pre-norm.
+    Returns:
+        The function; None if C does not implement the sublayers.
     """
     return InC(Records(sublayers, norm_first)) if are_written(sublayers) else None
 
@@ -47,12 +56,15 @@ def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None
 def encoded_together(
     sublayers: Sequence[Sublayer], norm_first: bool
 ) -> "Callable[[Tensor, Tensor, Sentences], Tensor | None] | None":
-    """The same of an encoder's sublayers."""
+    """Return a function that runs the sublayers of an encoder in C; as `together`."""
     return EncoderInC(Records(sublayers, norm_first)) if are_written(sublayers) else None
 
 
 class EncoderInC:
-    """An encoder's sublayers in C; each group of sentences of one length is a call of its own."""
+    """The sublayers of an encoder in C.
+
+    The library treats each group of sentences of equal length as a call of its own.
+    """
 
     def __init__(self, records: Records) -> None:
         self.records = records
@@ -63,7 +75,11 @@ class EncoderInC:
         ]
 
     def __call__(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor | None:
-        """Return what the sublayers make of x (R, C), or None; neither is overwritten."""
+        """Run the sublayers without changing x (R, C) or stream (R, C).
+
+        Returns:
+            The output (R, C); None if C does not support these inputs.
+        """
         records, by = self.records, native.library()
         if (
             by is None
@@ -71,7 +87,7 @@ class EncoderInC:
             or any(group.padding for group in sentences.groups)
         ):
             return None
-        able = lambda: (
+        able = lambda: (  # noqa: E731
             self._covers(x, stream, sentences)
             and records.fits(x, stream)
             and records.ready(by, lambda _: 0)
@@ -93,7 +109,7 @@ class EncoderInC:
         return x
 
     def _covers(self, x: Tensor, stream: Tensor, sentences: Sentences) -> bool:
-        """Whether there is a row of x for each token, and a bias for each two tokens of a sentence."""
+        """Return whether x has a row for each token, and biases cover all pairs of tokens."""
         longest = max((group.tokens for group in sentences.groups), default=0)
         if not plain(x, stream) or x.shape[0] != sentences.tokens or not longest:
             return False
@@ -116,7 +132,7 @@ def _copied(x: Tensor) -> Tensor:
 
 
 class _Place(NamedTuple):
-    """Where a sublayer attends to what a call has: a layer of its cache."""
+    """An attention sublayer and the cache layer of one call that it reads."""
 
     mix: Any
     of_text: bool
@@ -125,7 +141,7 @@ class _Place(NamedTuple):
 
 
 class InC:
-    """A decode step's sublayers in C."""
+    """The sublayers of a decode step in C; the function that `together` returns."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
@@ -137,20 +153,20 @@ class InC:
             for i, mix, layer in mixes
             if type(mix) is not FeedForward
         ]
-        self.seen: Any = ()  # what each attending sublayer sees of each call
-        self._checked: list[Reference] = []  # keys that C can read
-        self._placed: list[Reference] = []  # keys whose addresses it has
-        self._attention = 0  # multiplications of the largest attention in a step
+        self.seen: Any = ()  # `c.Seen` records, of each attention sublayer for each call.
+        self._checked: list[Reference] = []  # Keys that were found readable by C.
+        self._placed: list[Reference] = []  # Keys whose addresses are in `seen`.
+        self._attention = 0  # Multiplications of the largest attention of a step.
 
     def __call__(self, x: Tensor, stream: Tensor, context: StepInputs) -> Tensor | None:
         parts, by = _parts(context), native.library()
         if parts is None or by is None:
             return None
         places = self._places(parts)
-        heads = lambda layer: parts[0].source[layer].keys.shape[1]
+        heads = lambda layer: parts[0].source[layer].keys.shape[1]  # noqa: E731
         calls = [Rows(part.sentences, _beams(part)) for part in parts]
         rows, turned = sum(call.sentences * call.beams for call in calls), list[Tensor | None]()
-        able = lambda: (
+        able = lambda: (  # noqa: E731
             plain(x, stream)
             and len(x) == rows
             and x.is_contiguous()
@@ -164,18 +180,25 @@ class InC:
             return None
         held = [*turned, *self._open(parts, places)]
         self.records.run(by, x, stream, self.seen, calls, self._attention)
-        del held  # what C has read
+        del held  # Kept alive until C has read it.
         return x
 
     def several(
         self, by: native.Library, context: Context, mask: Tensor | None, steps: int
     ) -> list[Tensor | None] | None:
-        """Have so many steps of one call ready, of which none is open; return what C reads for it, None if it cannot.
+        """Prepare decode steps of one call, before any of their slots is reserved.
 
-        mask: (B, M, N) additive, of the keys of the text in all of them.
+        Args:
+            by: The native library.
+            context: Inputs of the first step.
+            mask: (B, M, N) additive mask of the keys of the text in all steps; None if everything
+                is visible.
+            steps: Number of decode steps.
+        Returns:
+            Tensors to keep alive while C runs the steps; None if it cannot run them.
         """
         places = self._places([context])
-        heads = lambda layer: context.source[layer].keys.shape[1]
+        heads = lambda layer: context.source[layer].keys.shape[1]  # noqa: E731
         if not (self._covers(places, 0) and self.records.ready(by, heads)):
             return None
         added = {
@@ -213,7 +236,7 @@ class InC:
         return [*held, *biases.values()]
 
     def most(self, context: Context, steps: int) -> int:
-        """How many of so many steps may be made ready at once: biases of each are held for all of them."""
+        """Return how many of `steps` steps one job may have, so that its bias tables stay small."""
         heads = [
             mix.heads for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None
         ]
@@ -228,7 +251,7 @@ class InC:
         return max(1, min(steps, BIASES // (sentences * max(heads) * slots)))
 
     def _point(self, i: int, layer: Any) -> None:
-        """Say where keys and values of a layer lie."""
+        """Write the addresses and strides of a layer's keys and values to `seen`."""
         at, (keys, values) = self.seen[i], layer.room
         if not _is(self._placed[i], keys):
             at.keys, at.values = keys.data_ptr(), values.data_ptr()
@@ -237,7 +260,7 @@ class InC:
             self._placed[i] = weakref.ref(keys)
 
     def _places(self, parts: Sequence[Context]) -> list[_Place]:
-        """Of each attending sublayer, one for each call."""
+        """Return a place for each attention sublayer and each call."""
         return [
             _Place(mix, of_text, part, (part.text if of_text else part.source)[number])
             for _, mix, of_text, number in self.attending
@@ -247,7 +270,7 @@ class InC:
     def _covers_steps(
         self, context: Context, mask: Tensor | None, biases: Mapping[int, Tensor], steps: int
     ) -> bool:
-        """Whether C can read what is seen in so many steps of one call, and write what is attended to."""
+        """Return whether C can read masks and biases of the steps, and write attention weights."""
         b, m, layer = context.sentences, _beams(context), context.text[0]
         slots = cast(Any, layer).slots + steps * m
         if mask is not None and not (
@@ -280,11 +303,13 @@ class InC:
         )
 
     def _covers(self, places: Sequence[_Place], steps: int) -> bool:
-        """Whether what there is to attend to lies where C can read it.
+        """Return whether C can read all keys, values and masks.
 
-        steps: how many tokens of each beam the masks of the text count that have no slots yet.
+        Args:
+            places: Attention sublayers and cache layers.
+            steps: Tokens per beam that the masks of the text cover but that have no slots yet.
         """
-        masks = set[tuple[int, int]]()  # by the tensor, and how many keys it is of
+        masks = set[tuple[int, int]]()  # Checked masks: id of the tensor, number of keys.
         if len(self._checked) != len(places):
             count = len(places)
             self.seen, self._checked, self._placed = (
@@ -294,9 +319,8 @@ class InC:
             )
         for i, (mix, of_text, part, layer) in enumerate(places):
             mask = part.text_mask if of_text else part.source_mask
-            if not getattr(
-                layer, "begun", False
-            ):  # a cache of another kind, or one without a shape yet
+            # A cache layer of another kind, or one whose buffers are not allocated yet.
+            if not getattr(layer, "begun", False):
                 return False
             keys, values = layer.room
             if mask is not None:
@@ -326,17 +350,22 @@ class InC:
         return True
 
     def _turn(self, context: StepInputs, x: Tensor, held: list[Tensor | None]) -> bool:
-        """Note by what queries and keys are turned in this step, and add it to what has to stay until it has been.
+        """Write the rotation of this step's queries and keys to the records.
 
-        Return whether C can read it.
+        Args:
+            context: Inputs of the step.
+            x: Input of the first sublayer (R, C).
+            held: Gets the tensors to keep alive while C runs the step.
+        Returns:
+            Whether C can read the rotation.
         """
-        rotation = lambda rotary: context.rotation(rotary, x)
+        rotation = lambda rotary: context.rotation(rotary, x)  # noqa: E731
         return self._turned(rotation, lambda cosine: cosine.shape[0] > 1, (1, len(x)), held)
 
     def _turn_several(self, context: Context, steps: int, held: list[Tensor | None]) -> bool:
-        """The same of several steps, those of the second one behind those of the first."""
+        """Write the rotation of several steps, concatenated, to the records; as `_turn`."""
         position, known = context.position, dict[int, tuple[Tensor, Tensor]]()
-        apart = isinstance(position, Tensor)  # rows of a step may differ
+        apart = isinstance(position, Tensor)  # Whether rows of a step may differ.
         if isinstance(position, Tensor) and position.shape != (
             context.sentences * _beams(context),
         ):
@@ -350,7 +379,7 @@ class InC:
             first + torch.arange(steps, dtype=torch.int64, device="cpu")[:, None]
         ).flatten()
         like = torch.empty(0, dtype=torch.float32, device="cpu")
-        rotation = lambda rotary: turned_once(known, rotary, positions, like)
+        rotation = lambda rotary: turned_once(known, rotary, positions, like)  # noqa: E731
         return self._turned(rotation, lambda _: apart, (len(positions),), held)
 
     def _turned(
@@ -360,11 +389,13 @@ class InC:
         rows: Sequence[int],
         held: list[Tensor | None],
     ) -> bool:
-        """Do what `_turn` does.
+        """Write a rotation to the records; see `_turn`.
 
         Args:
-            rotation: gives cosines and sines. apart: says of cosines whether each row of a step has its own.
-            rows: how many of them there may be.
+            rotation: Returns cosines and sines for a `Rotary`.
+            apart: Returns, given the cosines, whether each row of a step has its own.
+            rows: Row counts that the cosines may have.
+            held: Gets the tensors to keep alive.
         """
         for index, mix, of_text, _ in self.attending:
             if of_text and mix.rotary is not None:
@@ -386,7 +417,7 @@ class InC:
         return True
 
     def _open(self, parts: Sequence[Context], places: Sequence[_Place]) -> list[Tensor]:
-        """Open the slots of the newest tokens, and say what is seen; returns the masks of it."""
+        """Reserve the slots of the newest tokens and fill `seen`; return masks to keep alive."""
         for part in parts:
             _open(part)
         masks: dict[int, tuple[Tensor, list[int]]] = {}
@@ -420,12 +451,12 @@ def _is(known: Reference, tensor: Tensor) -> bool:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Elements from one to the next in each dimension of x but the last; 0 where there is one for all."""
+    """Return the strides of all dimensions of x but the last; 0 for those of size 1."""
     return [step if size > 1 else 0 for step, size in zip(x.stride()[:-1], x.shape, strict=False)]
 
 
 def _parts(context: StepInputs) -> Sequence[Context] | None:
-    """The contexts of all calls in a step; None for surroundings of another kind."""
+    """Return the contexts of all calls in a step; None for other kinds of `StepInputs`."""
     return (
         [context]
         if isinstance(context, Context)
@@ -440,7 +471,7 @@ def _beams(part: Context) -> int:
 
 
 def _open(part: Context) -> None:
-    """Open a slot for the newest token of every beam in each layer of the text."""
+    """Reserve a slot for the newest token of every beam in each self-attention layer."""
     for layer in part.text:
         placed: Any = layer
         placed.make_room()
@@ -448,11 +479,11 @@ def _open(part: Context) -> None:
 
 
 def _is_mask(mask: Tensor, part: Context, heads: int, count: int) -> bool:
-    """Whether C can read a mask of so many keys, broadcastable to (B, H, M, N)."""
+    """Return whether C can read a mask of `count` keys, broadcastable to (B, H, M, N)."""
     sizes = part.sentences, heads, _beams(part)
     return (
         plain(mask)
         and mask.dim() == 4
         and mask.shape[3] == count
-        and all(size in (1, whole) for size, whole in zip(mask.shape, sizes, strict=False))
+        and all(size in (1, full) for size, full in zip(mask.shape, sizes, strict=False))
     )

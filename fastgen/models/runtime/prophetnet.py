@@ -1,8 +1,9 @@
-"""A step of ProphetNet's decoder: the stream of the text, and the one that predicts what follows it.
+"""The decode step of ProphetNet, which runs the main stream and the first predicting stream.
 
-A model of n-grams has a stream for each of the next n tokens. All attend to the main stream's keys, and each to its own
-newest one; nobody attends to theirs. So those behind the first say nothing of the next token, and are not run. The
-first is to the text what a mask is to a UniLM's (`models.runtime.masked_step`).
+ProphetNet has a predicting stream for each of the next n tokens. Each of them attends to the keys
+of the main stream and to its own newest key; no other stream attends to it. Only the first one
+therefore affects the next token, and the others are skipped. It corresponds to UniLM's mask token
+(`models.runtime.masked_step`).
 
 Source: Qi et al. 2020 (ProphetNet), section 3.
 """
@@ -21,7 +22,11 @@ from fastgen.models.runtime.masked_step import Asking
 
 @dataclass(frozen=True)
 class StreamEmbedding(Embedding):
-    """Embeddings of both streams: what is less than 0 is no token, but the predicting stream, `stream` (C,)."""
+    """The embedding of both streams; negative ids stand for the predicting stream.
+
+    Attributes:
+        stream: (C,), embedding of the predicting stream.
+    """
 
     stream: Tensor = field(kw_only=True)
 
@@ -34,10 +39,12 @@ class StreamEmbedding(Embedding):
 
 @dataclass(frozen=True)
 class StreamAttention(TextAttention):
-    """Both streams attend to the text, the predicting one to itself too, with a bias of each query by distance.
+    """Self-attention of both streams over the text, with a learned bias by distance.
+
+    The predicting stream also attends to itself. Each query computes its own bias.
 
     Attributes:
-        nearness: the product that makes of a query's input its biases, (R, K * H) of K buckets.
+        nearness: Product that computes the biases (R, K * H) of K buckets from a query's input.
         buckets: (L,) int64, the bucket of each distance.
     """
 
@@ -45,22 +52,22 @@ class StreamAttention(TextAttention):
     buckets: Tensor = field(kw_only=True)
 
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
-        around = cast(Asking, context)
+        inputs = cast(Asking, context)
         query, key, value = (part.apply(x).view(-1, self.heads, self.dims) for part in self.parts)
-        keys, values = around.append(layer, key, value)
-        return around.attend(
-            query, keys, values, self._bias(self.nearness.apply(x), around), self.scale, None
+        keys, values = inputs.append(layer, key, value)
+        return inputs.attend(
+            query, keys, values, self._bias(self.nearness.apply(x), inputs), self.scale, None
         )
 
     def _bias(self, nearness: Tensor, around: Asking) -> Tensor:
-        """What is added to the scores, (B, H, 2 * M, N): -inf where a query does not look."""
+        """Return the bias plus the mask, (B, H, 2 * M, N); -inf where a query must not attend."""
         sentences, known = around.context.sentences, around.context.biased
-        of_query = nearness.view(
+        query_bias = nearness.view(
             sentences, -1, nearness.shape[1] // self.heads, self.heads
         ).permute(0, 3, 1, 2)
-        if id(self.buckets) not in known:  # which layers have in common
+        if id(self.buckets) not in known:  # All layers share it.
             known[id(self.buckets)] = self.buckets[
                 around.distances.clamp(0, len(self.buckets) - 1)
             ][:, None]
         bucket = known[id(self.buckets)].expand(sentences, self.heads, -1, -1)
-        return of_query.gather(3, bucket).add_(around.mask)
+        return query_bias.gather(3, bucket).add_(around.mask)

@@ -1,7 +1,7 @@
-"""Tokens of texts that differ in length, several of some and none of others, in one pass through a decoder.
+"""One decoder pass over any number of consecutive tokens of each of several texts.
 
-What reads the weights runs over all tokens, one row each. For attention the tokens of a text are folded as the beams of
-a sentence are: they are several queries over the same keys, each of which sees those before it.
+Matrix products run over all tokens, one row per token. Attention treats the tokens of a text like
+the beams of a sentence: as several queries over the same keys, with a causal mask.
 """
 
 import functools
@@ -19,12 +19,13 @@ from fastgen.ops.beam_attention import beam_attention
 
 
 class Span(NamedTuple):
-    """Neighbouring tokens of one text.
+    """Consecutive tokens of one text.
 
     Attributes:
-        row: which text.
-        start: the place of the first of them behind the prompt: 0 follows it, -1 is the prompt's last token.
-        tokens: at least one.
+        row: Index of the text.
+        start: Index of the first token, relative to the end of the prompt; -1 is the prompt's last
+            token.
+        tokens: One or more token ids.
     """
 
     row: int
@@ -33,27 +34,44 @@ class Span(NamedTuple):
 
 
 class Written(KeysAndValues, Protocol):
-    """A layer of the cache that has room for tokens to come, with one beam per sentence."""
+    """A cache layer with one beam per sentence, which can reserve room for later tokens."""
 
     prefix: int
 
     @property
-    def room(self) -> tuple[Tensor, Tensor]: ...
+    def room(self) -> tuple[Tensor, Tensor]:
+        """Key and value buffers including their unused capacity, (R, Hkv, capacity, D) each."""
+        ...
+
     def reach(self, steps: int) -> None:
-        """Make room for `steps` tokens of a text behind the prompt, and count them as written."""
+        """Make room for `steps` tokens after the prompt, and count them as written."""
         ...
 
 
 @dataclass
 class Ragged:
-    """`StepInputs` of spans of R texts: their tokens, one behind the other, are the N rows of the pass.
+    """`StepInputs` of spans of R texts, whose concatenated tokens are the N rows of the pass.
 
     Attributes:
-        texts: R.
-        spans: at most one of each text, in the order of the texts. What a text has before its span is in the cache.
-        first: the position of the first token behind the prompt; (R,) int64 where texts differ.
-        text, source: keys and values of each layer.
-        prefix_mask, source_mask: additive, (R, 1, 1, S), of the prompt and of the source; None where all is seen.
+        texts: Number of texts R.
+        spans: At most one span per text, in the order of the texts. Tokens before a span must be
+            in the KV cache.
+        first: Position of the first token after the prompt; (R,) int64 if texts differ.
+        text: Keys and values of each self-attention layer.
+        source: Keys and values of each cross-attention layer.
+        prefix_mask: Additive mask of the prompt (R, 1, 1, S); None if everything is visible.
+        source_mask: Additive mask of the source (R, 1, 1, S); None if everything is visible.
+        biased: Masks with a bias, by the id of the `Bias`; they serve all layers of the pass.
+        rotations: Cosines and sines, by the id of the `Rotary`; they serve all layers of the pass.
+        queries: Maximum number of tokens of a span, K.
+        end: End of the longest text in slots.
+        attended: int64 indices of the R' texts that attention runs over; None for all.
+        present: Number of those texts, R'.
+        even: Whether each of those texts has a span, and all spans are equally long.
+        level: Whether every text has a span, and all spans have the same start and length.
+        folded: (N,) int64, index of each token among the R' * K queries; None if `even`.
+        position: Position of each row; an int if all rows agree.
+        mask: Additive mask (R', 1, K, keys); None if everything is visible.
     """
 
     texts: int
@@ -76,17 +94,18 @@ class Ragged:
         self.end = max(start + count for start, count in zip(starts, counts, strict=True))
         for layer in self.text:
             layer.reach(self.end - prefix)
-        # All texts are attended to where most have tokens: those of some only are copied, and not read in place.
-        chosen = [span.row for span in self.spans]
-        whole = 2 * len(chosen) > self.texts
+        # If most texts have a span, attention runs over all texts and reads the cache in place.
+        # Otherwise the keys and values of the texts with a span are copied.
+        rows = [span.row for span in self.spans]
+        all_texts = 2 * len(rows) > self.texts
         self.attended = (
-            None if whole else torch.tensor(chosen, device=self.device, dtype=torch.int64)
+            None if all_texts else torch.tensor(rows, device=self.device, dtype=torch.int64)
         )
-        self.present = self.texts if whole else len(chosen)
-        places = chosen if whole else range(len(chosen))
-        self.even = len(chosen) == self.present and len(set(counts)) == 1
+        self.present = self.texts if all_texts else len(rows)
+        places = rows if all_texts else range(len(rows))
+        self.even = len(rows) == self.present and len(set(counts)) == 1
         level = self.even and len(set(starts)) == 1
-        self.level = level and len(chosen) == self.texts
+        self.level = level and len(rows) == self.texts
         self.folded = None if self.even else self._folded(places)
         at_once = level and self.queries == 1
         self.position: int | Tensor = self._position(prefix, starts[0] if at_once else None)
@@ -94,7 +113,7 @@ class Ragged:
 
     @functools.cached_property
     def rows(self) -> Tensor:
-        """The text of each token (N,) int64."""
+        """Index of the text of each token, (N,) int64."""
         return torch.tensor(
             [span.row for span in self.spans for _ in span.tokens],
             device=self.device,
@@ -103,7 +122,7 @@ class Ragged:
 
     @functools.cached_property
     def slots(self) -> Tensor:
-        """The slot of each token (N,) int64."""
+        """Slot of each token, (N,) int64."""
         starts = (self.text[0].prefix + span.start for span in self.spans)
         slots = [
             start + i
@@ -113,7 +132,7 @@ class Ragged:
         return torch.tensor(slots, device=self.device, dtype=torch.int64)
 
     def _folded(self, places: Iterable[int]) -> Tensor:
-        """The query of each token (N,) int64, among those of all texts."""
+        """Return the index of each token among the queries of all texts, (N,) int64."""
         each = zip(places, self.spans, strict=True)
         return torch.tensor(
             [place * self.queries + i for place, span in each for i in range(len(span.tokens))],
@@ -127,20 +146,20 @@ class Ragged:
         return self.slots + (self.first - prefix) if slot is None else slot + self.first - prefix
 
     def _mask(self) -> Tensor:
-        """What each query sees of its text, additive (R', 1, K, N)."""
-        unseen = (
+        """Return the causal mask plus the prompt's, additive (R', 1, K, keys)."""
+        is_hidden = (
             torch.arange(self.end, device=self.device, dtype=torch.int64)
             > self._last_seen()[:, None, :, None]
         )
-        mask = torch.zeros(unseen.shape, dtype=self.text[0].keys.dtype, device=unseen.device)
-        mask.masked_fill_(unseen, -torch.inf)
+        mask = torch.zeros(is_hidden.shape, dtype=self.text[0].keys.dtype, device=is_hidden.device)
+        mask.masked_fill_(is_hidden, -torch.inf)
         if self.prefix_mask is None:
             return mask
-        hidden = self.prefix_mask if self.attended is None else self.prefix_mask[self.attended]
-        return mask + F.pad(hidden, (0, self.end - hidden.shape[3]))
+        prefix_mask = self.prefix_mask if self.attended is None else self.prefix_mask[self.attended]
+        return mask + F.pad(prefix_mask, (0, self.end - prefix_mask.shape[3]))
 
     def _last_seen(self) -> Tensor:
-        """The slot of each query (R', K) int64; the last one where there is no token."""
+        """Return the slot of each query, (R', K) int64; the last slot for padding queries."""
         if self.folded is None:
             return self.slots.view(self.present, self.queries)
         last = torch.full(
@@ -152,9 +171,15 @@ class Ragged:
         return turned_once(self.rotations, rotary, self.position, x)
 
     def self_attention(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Bias | None,
+        scale: float,
         softcap: float | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         keys, values = self.text[layer].room
         self._write(keys, key)
         self._write(values, value)
@@ -164,25 +189,25 @@ class Ragged:
         )
 
     def _write(self, buffer: Tensor, new: Tensor) -> None:
-        """Write keys or values (N, Hkv, D) to their slots of a buffer (R, Hkv, L, D)."""
+        """Write keys or values (N, Hkv, D) to their slots in a buffer (R, Hkv, L, D)."""
         first = self.end - self.queries
         if len(self.spans) == 1:
             buffer.select(0, self.spans[0].row).narrow(1, first, self.queries).copy_(
                 new.transpose(0, 1)
             )
         elif self.level:
-            own = buffer[: self.texts].narrow(2, first, self.queries)
-            own.copy_(new.view(self.texts, self.queries, *new.shape[1:]).transpose(1, 2))
+            target = buffer[: self.texts].narrow(2, first, self.queries)
+            target.copy_(new.view(self.texts, self.queries, *new.shape[1:]).transpose(1, 2))
         else:
             buffer.transpose(1, 2)[self.rows, self.slots] = new
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        kept, mask = self.source[layer], self.source_mask
+        cache, mask = self.source[layer], self.source_mask
         mask = mask if mask is None or self.attended is None else mask[self.attended]
-        return self._attend(query, kept.keys, kept.values, mask, scale, None)
+        return self._attend(query, cache.keys, cache.values, mask, scale, None)
 
     def _biased(self, bias: Bias) -> Tensor:
-        """The mask plus a bias by distance, (R', H, K, N), made once for all layers that have it."""
+        """Return the mask plus a bias, (R', H, K, keys), computed once for all layers."""
         if id(bias) not in self.biased:
             last = self._last_seen()[..., None]
             first = (
@@ -192,8 +217,8 @@ class Ragged:
             )
             before = first[:, None, None] if isinstance(first, Tensor) else first
             distance = last - torch.arange(self.end, device=last.device, dtype=torch.int64)
-            found = bias.at(distance, last + (before - self.text[0].prefix))
-            self.biased[id(bias)] = found if self.mask is None else found + self.mask
+            table = bias.at(distance, last + (before - self.text[0].prefix))
+            self.biased[id(bias)] = table if self.mask is None else table + self.mask
         return self.biased[id(bias)]
 
     def _attend(
@@ -205,7 +230,11 @@ class Ragged:
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        """What query (N, H, D) finds in keys and values (R, Hkv, L, D) of all texts, (N, H * D)."""
+        """Attend with query (N, H, D) to keys and values (R, Hkv, L, D) of all texts.
+
+        Returns:
+            The attention output (N, H * D).
+        """
         if self.attended is not None:
             keys, values = keys[self.attended], values[self.attended]
         if self.folded is None:

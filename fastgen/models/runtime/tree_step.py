@@ -1,9 +1,10 @@
-"""Texts that branch: any number of tokens of a sentence in one pass, each behind any other.
+"""Tree attention: one decoder pass over many tokens of a sentence that form a tree.
 
-A node is a token behind another node, or behind the prompt. What reads the weights runs over all nodes of a pass, one
-row each; for attention they are queries over one cache, each of which sees the nodes that it descends from.
+A node is a token that follows another node or the prompt. Matrix products run over all nodes of a
+pass, one row per node. In attention the nodes are queries over one cache, and each sees its
+ancestors.
 
-Source: Miao et al. 2024 (SpecInfer), section 4: attention over a tree of tokens.
+Source: Miao et al. 2024 (SpecInfer), section 4 (attention over a tree of tokens).
 """
 
 from collections.abc import Sequence
@@ -19,16 +20,22 @@ from fastgen.models.runtime.ragged_step import Written
 from fastgen.ops.beam_attention import beam_attention
 
 ROOT = -1
-"""The node that stands for a sentence's prompt."""
+"""Index of the node that stands for the prompt of a sentence."""
 
 
 class Tree:
-    """The nodes of B sentences, as many of each, numbered from 0 in the order in which they came.
+    """The token trees of B sentences, with the same number of nodes each.
+
+    Nodes are numbered from 0 in the order in which they are added.
 
     Args:
-        first: the position of the first token behind the prompt; (B,) int64 where sentences differ.
-        text, source: keys and values of each layer.
-        prefix_mask, source_mask: additive, (B, 1, 1, S), of the prompt and of the source; None where all is seen.
+        step: Fused decode step of the decoder.
+        sentences: Batch size B.
+        first: Position of the first token after the prompt; (B,) int64 if sentences differ.
+        text: Keys and values of each self-attention layer.
+        source: Keys and values of each cross-attention layer.
+        prefix_mask: Additive mask of the prompt (B, 1, 1, S); None if everything is visible.
+        source_mask: Additive mask of the source (B, 1, 1, S); None if everything is visible.
     """
 
     def __init__(
@@ -50,42 +57,50 @@ class Tree:
 
     @property
     def nodes(self) -> int:
-        """How many each sentence has."""
+        """Number of nodes of each sentence."""
         return self._depths.shape[1]
 
     def grow(self, parents: list[list[int]], tokens: list[list[int]]) -> Tensor:
-        """Add nodes (B, Q), numbered from `nodes` on; return the logits (B, Q, V) fp32 of what follows each.
+        """Add Q nodes to each sentence and run them.
 
-        parents: nodes that are there, or earlier ones of these.
+        Args:
+            parents: (B, Q), parent of each new node: `ROOT`, an existing node, or an earlier one of
+                the new nodes, which are numbered from `nodes` on.
+            tokens: (B, Q), token id of each new node.
+        Returns:
+            The logits (B, Q, V) fp32 of the token after each new node.
         """
         device, old = self._depths.device, self.nodes
-        behind = torch.tensor(parents, device=device, dtype=torch.int64)
-        sentences, new = behind.shape
+        parent_nodes = torch.tensor(parents, device=device, dtype=torch.int64)
+        sentences, new = parent_nodes.shape
         depths = F.pad(self._depths, (0, new))
         visible = F.pad(self._visible, (0, new, 0, new))
-        every = torch.arange(sentences, device=device, dtype=torch.int64)
+        batch = torch.arange(sentences, device=device, dtype=torch.int64)
         for query in range(new):
-            parent, node = behind[:, query], old + query
-            there = parent != ROOT
-            visible[:, node] = visible[every, parent] & there[:, None]
+            parent, node = parent_nodes[:, query], old + query
+            has_parent = parent != ROOT
+            visible[:, node] = visible[batch, parent] & has_parent[:, None]
             visible[:, node, node] = True
-            depths[:, node] = torch.where(there, depths[every, parent] + 1, 0)
+            depths[:, node] = torch.where(has_parent, depths[batch, parent] + 1, 0)
         self._depths, self._visible = depths, visible
         for layer in self.text:
             layer.reach(old + new)
-        around = _Pass(self, new, self.first + depths[:, old:], self._mask(new))
+        inputs = _Pass(self, new, self.first + depths[:, old:], self._mask(new))
         ids = torch.tensor(tokens, device=device, dtype=torch.int64).flatten()
-        return self.step(ids, around).float().view(sentences, new, -1)
+        return self.step(ids, inputs).float().view(sentences, new, -1)
 
     def _mask(self, new: int) -> Tensor:
-        """What the newest nodes see, additive (B, 1, Q, S + nodes)."""
-        unseen = ~self._visible[:, None, -new:]
-        mask = torch.zeros(unseen.shape, dtype=self.step.dtype, device=unseen.device)
-        mask = F.pad(mask.masked_fill_(unseen, -torch.inf), (self.prefix, 0))
+        """Return the additive mask of the newest nodes, (B, 1, Q, S + nodes)."""
+        is_hidden = ~self._visible[:, None, -new:]
+        mask = torch.zeros(is_hidden.shape, dtype=self.step.dtype, device=is_hidden.device)
+        mask = F.pad(mask.masked_fill_(is_hidden, -torch.inf), (self.prefix, 0))
         return mask if self.prefix_mask is None else mask + F.pad(self.prefix_mask, (0, self.nodes))
 
     def distances(self, new: int) -> Tensor:
-        """Of the newest nodes to all keys, (B, Q, S + nodes) int64; anything where one does not see the other."""
+        """Return the distances from the newest nodes to all keys, (B, Q, S + nodes) int64.
+
+        They are arbitrary where a node does not see a key.
+        """
         places = torch.arange(self.prefix, device=self._depths.device, dtype=torch.int64).expand(
             len(self._depths), -1
         )
@@ -95,7 +110,7 @@ class Tree:
 
 @dataclass
 class _Pass:
-    """`StepInputs` of the newest nodes of a tree: rows are B * Q."""
+    """`StepInputs` of the newest nodes of a tree, B * Q rows."""
 
     tree: Tree
     new: int
@@ -114,9 +129,15 @@ class _Pass:
         return turned_once(self.rotations, rotary, self.position, x)
 
     def self_attention(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, bias: Bias | None, scale: float,
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Bias | None,
+        scale: float,
         softcap: float | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         keys, values = self.tree.text[layer].room
         end = self.tree.prefix + self.tree.nodes
         for buffer, newest in ((keys, key), (values, value)):
@@ -128,9 +149,9 @@ class _Pass:
         return mixed.flatten(2).flatten(0, 1)
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
-        kept = self.tree.source[layer]
+        cache = self.tree.source[layer]
         mixed = beam_attention(
-            self._folded(query), kept.keys, kept.values, self.tree.source_mask, scale
+            self._folded(query), cache.keys, cache.values, self.tree.source_mask, scale
         )
         return mixed.flatten(2).flatten(0, 1)
 
@@ -139,6 +160,6 @@ class _Pass:
 
     def _biased(self, bias: Bias) -> Tensor:
         if id(bias) not in self.biased:
-            found = bias.at(self.tree.distances(self.new), self.positions[..., None])
-            self.biased[id(bias)] = found + self.mask
+            table = bias.at(self.tree.distances(self.new), self.positions[..., None])
+            self.biased[id(bias)] = table + self.mask
         return self.biased[id(bias)]

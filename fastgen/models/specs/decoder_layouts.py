@@ -1,4 +1,4 @@
-"""Where the parts of a decode step lie in a live model: a record of names per kind of decoder."""
+"""Specs of decoders: the names under which a live model holds the parts of a decode step."""
 
 import math
 import sys
@@ -12,21 +12,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Attention:
-    """Names of an attention sublayer's parts, paths from the layer; those of `parts` and `out` from `module`.
+    """Names of the parts of an attention sublayer.
 
-    parts: the projections of queries, keys and values, or the one of all three.
-    blocks, values_first: how that one's output lies, as `TextAttention` has it.
-    spread: the attribute of `module` that says so, as `TextAttention` has it; None where it never is.
-    own_norm: of the sublayer's output, before the sum, a path from the layer; None where there is none.
-    softcap, rotation: attributes of `module`: the cap of its scores, and which of several rotations is its.
-    rotation_table: of `module`, or of the decoder's `rotary` where there is one: sines and cosines by position, in
-        place of a rotation of the decoder's.
-    neighbours: whether neighbours are turned together.
-    whole_norms: whether norms of queries and keys are of all heads together.
-    scale: says the factor of the scores.
-    seen: of `module`: a table (1, 1, P, P) of what each position sees, where it is not all that comes before.
-    core: what of `module` knows the size of a head and the scale of the scores; empty for `module` itself.
-    nearness: of what makes of a query its bias by distance (`models.runtime.prophetnet`); None for none.
+    `module`, `norm` and `own_norm` are paths from the layer; the other names are relative to
+    `module`.
+
+    Attributes:
+        module: The attention module.
+        norm: The sublayer's norm, before or after it as `Layout.norm_first` says; "" for none.
+        parts: The query, key and value projections, or the one projection fused from all three.
+        out: The output projection.
+        blocks: Returns the number of blocks in a fused projection, as `TextAttention.blocks`.
+        values_first: Whether values precede keys in a fused projection.
+        spread: Attribute that tells whether key heads are repeated for every query head, as
+            `TextAttention.spread`; None where they never are.
+        own_norm: The norm of the sublayer's output, before the residual sum; None for none.
+        softcap: Attribute that holds the soft cap of the attention scores.
+        rotation: Attribute that selects one of several rotary embeddings.
+        rotation_table: Attribute with a table of sines and cosines by position, used instead of the
+            decoder's rotary module. It belongs to `Layout.rotary` where the decoder has one, else
+            to `module`.
+        neighbours: Whether rotary embeddings rotate adjacent pairs of channels.
+        whole_norms: Whether the query and key norms span all heads together.
+        scale: Returns the scale of the attention scores.
+        seen: Attribute with a (1, 1, P, P) bool table of the positions each position attends to;
+            None for plain causal attention.
+        core: Path of the submodule that holds the head size and the scale; "" for `module` itself.
+        nearness: The projection that computes a bias by distance from the query's input
+            (`models.runtime.prophetnet`); None for none.
     """
 
     module: str
@@ -50,42 +63,67 @@ class Attention:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names of a decoder's parts, or an encoder's.
+    """Names of the parts of a decoder or an encoder.
+
+    Paths of the feed-forward sublayer are relative to the layer. Optional parts of the decoder may
+    be named although a given model lacks them.
 
     Attributes:
-        decoder, head: paths from the model; empty for the model itself, which then is an encoder, and for no head.
-        layers, tokens, positions, embedding_norm, last_norm, rotary: of the decoder; what a model has not may be named.
-            `tokens` is empty where a model embeds its tokens outside of it.
-        wide, gated, activation, narrow, feed_norm, feed_own_norm: of the feed-forward sublayer, paths from the layer,
-            the last as `Attention.own_norm`; `gated` is `wide` where that one has both side by side. A norm before a
-            sublayer is "" where there is none.
-        wide_gated: what `wide` is called where there is a gate, in a family that has both forms.
-        norm_first: whether norms stand before their sublayers, or the attribute of a layer that says so.
-        parallel: whether attention and feed-forward both read what comes into a layer, or the attribute that says so.
-        first: says which row of a table of positions is the first one's.
-        pads: whether padding has a row of its own there; "before" where it has the row before the one of its place.
-        past: names, in older and newer releases, of the parameter that tells a table of positions how many tokens came
-            before; empty where it needs none.
-        norm_tokens: whether token embeddings are normed before positions are added, and not scaled.
-        dims: the attribute of an attention module that is the size of a head.
-        bias: that of the logits, a buffer of the model's; None where there is none.
-        scale: says what is multiplied with before the head.
-        softcap: says what caps the logits; None for nothing.
-        embed_scale: the attribute that token embeddings are multiplied with, of their module or the decoder; "": none.
-        multiplier: the attribute of a layer that what a sublayer puts out is multiplied with, in place of its own norm.
-        alibi: makes the bias of attention scores, (H, L), of a decoder, for L positions; None for none.
-        by_position: whether that is by the position of a key, and not by its distance.
-        positions_of: the attribute of the model's config that says how many positions there are, where no table does.
-        never: attributes of a layer, or paths from it, that must not be set: no step does what they ask for.
-        masks_text: whether steps look at the mask of an encoder-decoder's prompt, as the prompt's own run does.
-        own_inputs: whether the model prepares its inputs in a way of its own, which makes no difference here.
-        mask: says which token asks (`masked_step`); None where each step predicts from its newest tokens.
-        transform, transform_activation, transform_norm: a layer before the head, paths from the model.
-        types: a table whose row of `target_type` is added to all embeddings.
-        streams: embeddings of predicting streams (`models.runtime.prophetnet`), whose last one is that of what asks.
-        counted: whether positions count the tokens that the mask of a decoder's prompt shows.
-        masks_source: whether the mask that the model is given is that of the source.
-        called: whether the model and its decoder are called, so that their hooks run; else their `forward` is.
+        decoder: Path from the model; "" where the model itself is the encoder.
+        head: Path from the model; "" where there is no head.
+        layers: Path from the decoder.
+        tokens: Token embedding, a path from the decoder; "" where tokens are embedded elsewhere.
+        positions: Position embedding, a path from the decoder.
+        embedding_norm: Path from the decoder.
+        last_norm: Name of the decoder's final norm.
+        rotary: Name of the decoder's rotary module.
+        text: The self-attention sublayer.
+        source: The cross-attention sublayer; None for none.
+        wide: The first feed-forward projection.
+        gated: The gate projection; equal to `wide` where one projection holds both halves.
+        wide_gated: The name of `wide` in gated models, for families with both forms.
+        activation: The activation function.
+        narrow: The second feed-forward projection.
+        feed_norm: The norm of the feed-forward sublayer, as `Attention.norm`.
+        feed_own_norm: The norm of the feed-forward output, as `Attention.own_norm`.
+        norm_first: Whether layers are pre-norm, or the layer attribute that says so.
+        parallel: Whether attention and feed-forward both read the layer's input, or the layer
+            attribute that says so.
+        first: Returns the row of position 0 in the position table.
+        pads: Whether padding tokens have a row of their own in the position table; "before" where
+            they take the row before that of their position.
+        past: Names, across releases, of the forward parameter that passes the number of cached
+            tokens to the position embedding; empty where it needs none.
+        norm_tokens: Whether unscaled token embeddings are normed before positions are added.
+        dims: Attribute of an attention module that holds the head size.
+        bias: Name of the model buffer added to the logits; None for none.
+        scale: Returns the factor applied to the head's input.
+        softcap: Returns the soft cap of the logits; None for none.
+        embed_scale: Attribute of the token embedding or the decoder that scales token embeddings;
+            "" for none.
+        multiplier: Layer attribute that scales the output of each sublayer. It replaces `own_norm`
+            and `feed_own_norm`.
+        alibi: Returns a decoder's (H, L) bias of attention scores for L positions; None for none.
+        by_position: Whether `alibi` is indexed by the position of a key, not by its distance.
+        positions_of: Config attribute with the number of positions, where no table limits it.
+        never: Paths from a layer of attributes that must be falsy, as no decode step implements
+            them.
+        masks_text: Whether decode steps of an encoder-decoder apply the mask of the decoder prompt.
+        own_inputs: Whether the model overrides the preparation of its inputs in a way that does not
+            change decode steps.
+        mask: Returns the token id of the mask to predict from (`models.runtime.masked_step`); None
+            where each step predicts from its newest token.
+        transform: Projection before the head, a path from the model; None for none.
+        transform_activation: Its activation function, a path from the model.
+        transform_norm: Its norm, a path from the model.
+        types: Path from the decoder of a table whose row `target_type` is added to all embeddings.
+        target_type: Returns the row of `types`.
+        streams: Path from the decoder of the embeddings of predicting streams
+            (`models.runtime.prophetnet`); their last row belongs to the stream that steps run.
+        counted: Whether positions count only the tokens that the decoder prompt's mask shows.
+        masks_source: Whether the model's attention mask masks the source.
+        called: Whether the toolkit calls the model and its decoder as modules, so that their hooks
+            run; otherwise it calls their `forward`.
     """
 
     decoder: str
@@ -136,7 +174,7 @@ class Layout:
 
     @property
     def source_in_text(self) -> bool:
-        """Whether the source is the beginning of the text, as that of a UniLM is."""
+        """Whether the source is the beginning of the text, as in UniLM."""
         return self.source is None and self.mask is not None
 
 
@@ -155,7 +193,7 @@ def _t5_scale(model: Any) -> float:
 
 
 def _scale_of_gptj(attention: Any) -> float:
-    """Before transformers 5.24 a divisor."""
+    """Return the score scale; before transformers 5.24 the attribute holds a divisor."""
     return (
         float(attention.scaling)
         if hasattr(attention, "scaling")
@@ -164,22 +202,22 @@ def _scale_of_gptj(attention: Any) -> float:
 
 
 def _alibi_of_bloom(decoder: Any, length: int) -> Tensor:
-    """(H, L), rounded as in BLOOM and in Falcon, by positions."""
+    """Return (H, L) by position, rounded as in BLOOM and Falcon."""
     mask = torch.ones(1, length, dtype=torch.int64, device=decoder.word_embeddings.weight.device)
     make = vars(sys.modules[type(decoder).__module__])["build_alibi_tensor"]
     return make(mask, decoder.num_heads, decoder.word_embeddings.weight.dtype)[:, 0]
 
 
 def _alibi_of_falcon(decoder: Any, length: int) -> Tensor:
-    """Falcon scales the sum of score and bias."""
+    """Return (H, L) by position; Falcon scales the sum of score and bias."""
     return _alibi_of_bloom(decoder, length) / math.sqrt(decoder.embed_dim // decoder.num_heads)
 
 
 def _alibi_of_mpt(decoder: Any, length: int) -> Tensor:
-    """(H, L), by distances, in fp32 or what is wider."""
+    """Return (H, L) by distance, in the dtype of the token embedding."""
     weight = decoder.wte.weight
-    made = decoder.build_mpt_alibi_tensor(decoder.num_heads, length, device=weight.device)
-    return made[:, 0].flip(1).to(weight.dtype)
+    alibi = decoder.build_mpt_alibi_tensor(decoder.num_heads, length, device=weight.device)
+    return alibi[:, 0].flip(1).to(weight.dtype)
 
 
 _BART = Layout("model.decoder", bias="final_logits_bias")
@@ -225,7 +263,8 @@ _GPTJ = Layout(
     tokens="wte",
     last_norm="ln_f",
     text=Attention(
-        "attn", "ln_1", ("qkv_proj",), blocks=lambda _: 4, values_first=True, rotation_table="embed_positions",
+        "attn", "ln_1", ("qkv_proj",), blocks=lambda _: 4, values_first=True,
+        rotation_table="embed_positions",
         neighbours=True, scale=_scale_of_gptj,
     ),
     source=None,
@@ -244,7 +283,10 @@ def _blocks_of_falcon(attention: Any) -> int:
 
 
 def _falcon(layout: Layout, config: Any) -> Layout:
-    """Falcon has three forms: attention beside the feed-forward layer, with one norm or two, or before it."""
+    """Select one of Falcon's forms.
+
+    Attention runs in parallel with the feed-forward layer, with one norm or two, or precedes it.
+    """
     if config.alibi:
         layout = replace(layout, alibi=_alibi_of_falcon, by_position=True)
     if config.new_decoder_architecture and config.num_ln_in_parallel_attn == 2:
@@ -273,11 +315,12 @@ LAYOUTS = {
     **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
     "gpt2": Layout(
         "transformer", layers="h", tokens="wte", positions="wpe", last_norm="ln_f",
-        text=Attention("attn", "ln_1", ("c_attn",), "c_proj"), source=None, wide="mlp.c_fc", activation="mlp.act",
-        narrow="mlp.c_proj", feed_norm="ln_2",
+        text=Attention("attn", "ln_1", ("c_attn",), "c_proj"), source=None, wide="mlp.c_fc",
+        activation="mlp.act", narrow="mlp.c_proj", feed_norm="ln_2",
     ),
     "opt": Layout(
-        "model.decoder", last_norm="final_layer_norm", source=None, norm_first="do_layer_norm_before", first=_offset
+        "model.decoder", last_norm="final_layer_norm", source=None,
+        norm_first="do_layer_norm_before", first=_offset
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
     "gpt_neox": Layout(
@@ -285,34 +328,40 @@ LAYOUTS = {
         text=Attention(
             "attention", "input_layernorm", ("query_key_value",), "dense",
             blocks=lambda module: module.config.num_attention_heads,
-        ), source=None,
-        wide="mlp.dense_h_to_4h", activation="mlp.act", narrow="mlp.dense_4h_to_h",
+        ), source=None, wide="mlp.dense_h_to_4h", activation="mlp.act", narrow="mlp.dense_4h_to_h",
         feed_norm="post_attention_layernorm", parallel="use_parallel_residual", dims="head_size",
     ),
     "phi": Layout(
-        "model", last_norm="final_layernorm", text=Attention("self_attn", "input_layernorm", out="dense"), source=None,
-        wide="mlp.fc1", activation="mlp.activation_fn", narrow="mlp.fc2", feed_norm="input_layernorm", parallel=True,
+        "model", last_norm="final_layernorm",
+        text=Attention("self_attn", "input_layernorm", out="dense"), source=None,
+        wide="mlp.fc1", activation="mlp.activation_fn", narrow="mlp.fc2",
+        feed_norm="input_layernorm", parallel=True,
     ),
     "gemma2": _GEMMA2,
-    "gemma3_text": replace(_GEMMA2, text=replace(_GEMMA2.text, softcap=None, rotation="layer_type")),
+    "gemma3_text": replace(
+        _GEMMA2, text=replace(_GEMMA2.text, softcap=None, rotation="layer_type")
+    ),
     "phi3": replace(
-        _LLAMA, text=Attention("self_attn", "input_layernorm", ("qkv_proj",), "o_proj"), wide="mlp.gate_up_proj",
+        _LLAMA, text=Attention("self_attn", "input_layernorm", ("qkv_proj",), "o_proj"),
+        wide="mlp.gate_up_proj",
         gated="mlp.gate_up_proj", activation="mlp.activation_fn", own_inputs=True,
     ),
     "bloom": Layout(
-        "transformer", layers="h", tokens="word_embeddings", embedding_norm="word_embeddings_layernorm",
-        last_norm="ln_f",
+        "transformer", layers="h", tokens="word_embeddings",
+        embedding_norm="word_embeddings_layernorm", last_norm="ln_f",
         text=Attention(
-            "self_attention", "input_layernorm", ("query_key_value",), "dense", blocks=lambda module: module.num_heads,
-            scale=lambda module: module.inv_norm_factor,
-        ), source=None, wide="mlp.dense_h_to_4h", activation="mlp.gelu_impl", narrow="mlp.dense_4h_to_h",
+            "self_attention", "input_layernorm", ("query_key_value",), "dense",
+            blocks=lambda module: module.num_heads, scale=lambda module: module.inv_norm_factor,
+        ), source=None, wide="mlp.dense_h_to_4h", activation="mlp.gelu_impl",
+        narrow="mlp.dense_4h_to_h",
         feed_norm="post_attention_layernorm", alibi=_alibi_of_bloom, by_position=True,
         never=("apply_residual_connection_post_layernorm",), own_inputs=True,
     ),
     "falcon": Layout(
         "transformer", layers="h", tokens="word_embeddings", last_norm="ln_f",
         text=Attention(
-            "self_attention", "input_layernorm", ("query_key_value",), "dense", blocks=_blocks_of_falcon,
+            "self_attention", "input_layernorm", ("query_key_value",), "dense",
+            blocks=_blocks_of_falcon,
             spread="new_decoder_architecture", scale=lambda module: module.inv_norm_factor,
         ), source=None, wide="mlp.dense_h_to_4h", activation="mlp.act", narrow="mlp.dense_4h_to_h",
         feed_norm="post_attention_layernorm",
@@ -321,65 +370,76 @@ LAYOUTS = {
     "codegen": _GPTJ,
     "gpt_neo": Layout(
         "transformer", layers="h", tokens="wte", positions="wpe", last_norm="ln_f",
-        text=Attention("attn.attention", "ln_1", seen="bias"), source=None, wide="mlp.c_fc", activation="mlp.act",
-        narrow="mlp.c_proj", feed_norm="ln_2",
+        text=Attention("attn.attention", "ln_1", seen="bias"), source=None, wide="mlp.c_fc",
+        activation="mlp.act", narrow="mlp.c_proj", feed_norm="ln_2",
     ),
     "mpt": Layout(
         "transformer", layers="blocks", tokens="wte", last_norm="norm_f",
-        text=Attention("attn", "norm_1", ("Wqkv",), scale=lambda module: module.softmax_scale), source=None,
-        wide="ffn.up_proj", activation="ffn.act", narrow="ffn.down_proj", feed_norm="norm_2", alibi=_alibi_of_mpt,
-        positions_of="max_seq_len", never=("attn.clip_qkv",),
+        text=Attention("attn", "norm_1", ("Wqkv",), scale=lambda module: module.softmax_scale),
+        source=None,
+        wide="ffn.up_proj", activation="ffn.act", narrow="ffn.down_proj", feed_norm="norm_2",
+        alibi=_alibi_of_mpt, positions_of="max_seq_len", never=("attn.clip_qkv",),
     ),
-    "starcoder2": replace(_LLAMA, wide="mlp.c_fc", gated=None, activation="mlp.act", narrow="mlp.c_proj"),
+    "starcoder2": replace(
+        _LLAMA, wide="mlp.c_fc", gated=None, activation="mlp.act", narrow="mlp.c_proj"
+    ),
     "stablelm": _LLAMA,
     "granite": replace(
         _LLAMA, embed_scale="embedding_multiplier", multiplier="residual_multiplier",
         scale=lambda model: 1 / model.config.logits_scaling,
     ),
     "olmo2": replace(
-        _LLAMA, text=Attention("self_attn", "", out="o_proj", own_norm="post_attention_layernorm", whole_norms=True),
-        feed_norm="", feed_own_norm="post_feedforward_layernorm",
+        _LLAMA,
+        text=Attention(
+            "self_attn", "", out="o_proj", own_norm="post_attention_layernorm", whole_norms=True
+        ), feed_norm="", feed_own_norm="post_feedforward_layernorm",
     ),
     "cohere": replace(
-        _LLAMA, text=replace(_LLAMA.text, neighbours=True), feed_norm="input_layernorm", parallel=True,
-        scale=lambda model: model.logit_scale,
+        _LLAMA, text=replace(_LLAMA.text, neighbours=True), feed_norm="input_layernorm",
+        parallel=True, scale=lambda model: model.logit_scale,
     ),
     "xglm": replace(_BART, decoder="model", bias=None, source=None, first=_offset),
     "led": replace(_BART, decoder="led.decoder", norm_first=False, masks_text=False),
     "mvp": replace(_BART, norm_first=False, first=_offset),
     "fsmt": Layout(
-        "model.decoder", "model.decoder.output_projection", norm_first=False, first=_behind_padding, pads="before",
-        past=("past_key_values_length", "cache_length"), masks_text=False,
+        "model.decoder", "model.decoder.output_projection", norm_first=False, first=_behind_padding,
+        pads="before", past=("past_key_values_length", "cache_length"), masks_text=False,
     ),
     "unilm": Layout(
-        "bert", "cls.predictions.decoder", layers="encoder.layer", tokens="embeddings.word_embeddings",
+        "bert", "cls.predictions.decoder", layers="encoder.layer",
+        tokens="embeddings.word_embeddings",
         positions="embeddings.position_embeddings", embedding_norm="embeddings.LayerNorm",
         text=Attention(
-            "attention", "attention.output.LayerNorm", ("self.query", "self.key", "self.value"), "output.dense"
-        ),
-        source=None, wide="intermediate.dense", activation="intermediate.intermediate_act_fn", narrow="output.dense",
-        feed_norm="output.LayerNorm", norm_first=False, mask=lambda model: model.config.mask_token_id,
-        transform="cls.predictions.transform.dense",
+            "attention", "attention.output.LayerNorm", ("self.query", "self.key", "self.value"),
+            "output.dense"
+        ), source=None, wide="intermediate.dense", activation="intermediate.intermediate_act_fn",
+        narrow="output.dense", feed_norm="output.LayerNorm", norm_first=False,
+        mask=lambda model: model.config.mask_token_id, transform="cls.predictions.transform.dense",
         transform_activation="cls.predictions.transform.transform_act_fn",
-        transform_norm="cls.predictions.transform.LayerNorm", types="embeddings.token_type_embeddings",
+        transform_norm="cls.predictions.transform.LayerNorm",
+        types="embeddings.token_type_embeddings",
         target_type=lambda model: model.config.target_type_id,
     ),
     "prophetnet": Layout(
         "prophetnet.decoder", tokens="word_embeddings", positions="position_embeddings",
         embedding_norm="embeddings_layer_norm", text=_PROPHETNET,
-        source=replace(_PROPHETNET, module="cross_attn", norm="cross_attn_layer_norm", nearness=None),
-        wide="feed_forward.intermediate", activation="feed_forward.activation_fn", narrow="feed_forward.output",
-        feed_norm="feed_forward_layer_norm", norm_first=False, first=_behind_padding, masks_text=False,
-        mask=lambda _: -1, streams="ngram_embeddings",
+        source=replace(
+            _PROPHETNET, module="cross_attn", norm="cross_attn_layer_norm", nearness=None
+        ), wide="feed_forward.intermediate", activation="feed_forward.activation_fn",
+        narrow="feed_forward.output",
+        feed_norm="feed_forward_layer_norm", norm_first=False, first=_behind_padding,
+        masks_text=False, mask=lambda _: -1, streams="ngram_embeddings",
     ),
     "whisper": replace(
-        _BART, head="proj_out", bias=None, embed_scale="", own_inputs=True, counted=True, masks_source=False
+        _BART, head="proj_out", bias=None, embed_scale="", own_inputs=True, counted=True,
+        masks_source=False
     ),
     "fairseq": Layout(
-        "decoder", "decoder.output_projection", norm_first="normalize_before", first=_behind_padding, called=False
+        "decoder", "decoder.output_projection", norm_first="normalize_before",
+        first=_behind_padding, called=False
     ),
 }  # fmt: skip
-"""By the `model_type` of a transformers model's config, or the toolkit."""
+"""Layouts by the `model_type` of a transformers config; "fairseq" for fairseq's models."""
 
 
 def _stablelm(layout: Layout, config: Any) -> Layout:
@@ -391,10 +451,10 @@ def _stablelm(layout: Layout, config: Any) -> Layout:
 
 
 _BY_CONFIG: dict[str, Callable[[Layout, Any], Layout]] = {"falcon": _falcon, "stablelm": _stablelm}
-"""Families whose models differ in more than their records can say."""
+"""Families whose layout depends on the config."""
 
 
 def layout_of(config: Any) -> Layout | None:
-    """The record of a transformers model, by its config; None where there is none."""
+    """Return the layout of a transformers model by its config; None for an unknown `model_type`."""
     layout, by_config = LAYOUTS.get(config.model_type), _BY_CONFIG.get(config.model_type)
     return layout if layout is None or by_config is None else by_config(layout, config)

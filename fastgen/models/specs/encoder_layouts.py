@@ -1,4 +1,4 @@
-"""Where the parts of an encoder's layers lie in a live model: a record of names per kind, as decoders have them."""
+"""Specs of encoders: the names under which a live model holds the parts of an encoder's layers."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from fastgen.models.specs.decoder_layouts import LAYOUTS, Attention, Layout
 
 
 def _encoder(decoder: Layout) -> Layout:
-    """The record of the encoder beside a decoder."""
+    """Return the layout of the encoder that belongs to a decoder."""
     return replace(decoder, decoder="", head="", source=None, bias=None, norm_tokens=False)
 
 
@@ -22,14 +22,16 @@ _T5_ENCODER = replace(
 _BERT = Layout(
     "", head="", layers="layer", tokens="",
     text=Attention(
-        "attention", "attention.output.LayerNorm", ("self.query", "self.key", "self.value"), "output.dense", core="self"
+        "attention", "attention.output.LayerNorm", ("self.query", "self.key", "self.value"),
+        "output.dense", core="self"
     ),
-    source=None, wide="intermediate.dense", activation="intermediate.intermediate_act_fn", narrow="output.dense",
+    source=None, wide="intermediate.dense", activation="intermediate.intermediate_act_fn",
+    narrow="output.dense",
     feed_norm="output.LayerNorm", norm_first=False, dims="attention_head_size",
 )  # fmt: skip
 
 _OTHERS = ("fairseq", "fsmt", "led", "mvp", "whisper")
-"""Families whose decoders are like BART's, and whose encoders are not, or are not proven."""
+"""Families with BART-like decoders whose encoders differ from BART's or have not been verified."""
 
 ENCODERS = {
     **{
@@ -41,8 +43,9 @@ ENCODERS = {
     **dict.fromkeys(("bert", "camembert", "electra", "roberta", "xlm-roberta"), _BERT),
     "fairseq": replace(_encoder(LAYOUTS["fairseq"]), tokens=""),
     "distilbert": replace(
-        _BERT, text=Attention("attention", "sa_layer_norm", ("q_lin", "k_lin", "v_lin"), "out_lin"), wide="ffn.lin1",
+        _BERT, text=Attention("attention", "sa_layer_norm", ("q_lin", "k_lin", "v_lin"), "out_lin"),
+        wide="ffn.lin1",
         activation="ffn.activation", narrow="ffn.lin2", feed_norm="output_layer_norm",
     ),
 }  # fmt: skip
-"""Encoders by the `model_type` of a transformers model's config, or the toolkit."""
+"""Layouts by the `model_type` of a transformers config; "fairseq" for fairseq's models."""

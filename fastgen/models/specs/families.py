@@ -1,20 +1,22 @@
-"""The model families whose decode step is proven to run over the shared cache: one record each."""
+"""The model families whose decode step is verified to run over the shared KV cache."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models, by the `model_type` of its config.
+    """A model family, identified by the `model_type` of its config.
 
     Attributes:
-        name: the config's `model_type`.
-        encoder_decoder: whether it decodes from an encoder's output.
-        activated: names, in one module, of a linear layer and of the activation function that alone reads its output.
-        own_attention: whether its modules compute attention themselves, and not by transformers' attention functions:
-            several rows share keys and values only where decode steps come from the weights.
-        output_bias: names of the model's head and of the bias that alone is added to its output.
-        segments: whether its own `generate` calls transformers' for one segment of its input after the other.
+        name: The config's `model_type`.
+        encoder_decoder: Whether it decodes from an encoder's output.
+        activated: Pairs of names within one module: a linear layer, and the activation function
+            that is the only reader of its output.
+        output_bias: Name of the model's head, and of the bias added to its output and used nowhere
+            else.
+        own_attention: Whether its modules compute attention themselves, without transformers'
+            attention functions. Beams then share keys and values only in fused decode steps.
+        segments: Whether its own `generate` calls transformers' `generate` once per input segment.
     """
 
     name: str
@@ -36,8 +38,13 @@ FAMILIES = {
     family.name: family
     for family in (
         *(
-            Family(name, encoder_decoder=True, activated=_BART, output_bias=("lm_head", "final_logits_bias"))
-            for name in ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
+            Family(
+                name, encoder_decoder=True, activated=_BART,
+                output_bias=("lm_head", "final_logits_bias"),
+            )
+            for name in (
+                "bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"
+            )
         ),
         Family("m2m_100", encoder_decoder=True, activated=_BART),
         *(Family(name, encoder_decoder=True, activated=_T5) for name in ("mt5", "t5", "umt5")),
@@ -51,11 +58,18 @@ FAMILIES = {
         Family("phi", encoder_decoder=False, activated=_BART),
         Family("phi3", encoder_decoder=False),
         *(
-            Family(name, encoder_decoder=False, activated=_LLAMA) for name in ("cohere", "granite", "olmo2", "stablelm")
+            Family(name, encoder_decoder=False, activated=_LLAMA)
+            for name in ("cohere", "granite", "olmo2", "stablelm")
         ),
         Family("starcoder2", encoder_decoder=False, activated=(("c_fc", "act"),)),
-        Family("bloom", encoder_decoder=False, activated=(("dense_h_to_4h", "gelu_impl"),), own_attention=True),
-        Family("falcon", encoder_decoder=False, activated=(("dense_h_to_4h", "act"),), own_attention=True),
+        Family(
+            "bloom", encoder_decoder=False, activated=(("dense_h_to_4h", "gelu_impl"),),
+            own_attention=True,
+        ),
+        Family(
+            "falcon", encoder_decoder=False, activated=(("dense_h_to_4h", "act"),),
+            own_attention=True,
+        ),
         *(
             Family(name, encoder_decoder=False, activated=(("fc_in", "act"),), own_attention=True)
             for name in ("codegen", "gptj")
@@ -65,7 +79,8 @@ FAMILIES = {
         Family("xglm", encoder_decoder=False, activated=_BART, own_attention=True),
         *(
             Family(
-                name, encoder_decoder=True, activated=_BART, output_bias=("lm_head", "final_logits_bias"),
+                name, encoder_decoder=True, activated=_BART,
+                output_bias=("lm_head", "final_logits_bias"),
                 own_attention=True,
             )
             for name in ("led", "mvp")
@@ -76,7 +91,8 @@ FAMILIES = {
             activated=(("dense", "intermediate_act_fn"), ("dense", "transform_act_fn")),
         ),
         Family(
-            "prophetnet", encoder_decoder=True, activated=(("intermediate", "activation_fn"),), own_attention=True
+            "prophetnet", encoder_decoder=True, activated=(("intermediate", "activation_fn"),),
+            own_attention=True
         ),
         Family("whisper", encoder_decoder=True, activated=_BART, segments=True),
     )
@@ -84,5 +100,5 @@ FAMILIES = {
 
 
 def family_of(model_type: str) -> Family | None:
-    """The record of a family, or None where its step is not proven."""
+    """Return the family of a `model_type`; None where its decode step is not verified."""
     return FAMILIES.get(model_type)

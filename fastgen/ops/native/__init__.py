@@ -1,6 +1,6 @@
-"""Operations in C for the CPU: which library of them this processor runs, and how it is called.
+"""Operations in C for the CPU: selection of the library for this processor, and the calls.
 
-They work on torch's own threads. The libraries are made when fastgen is installed (`build.py`).
+They run on torch's own threads. The libraries are built when fastgen is installed (`build.py`).
 """
 
 import ctypes
@@ -21,19 +21,22 @@ from fastgen.ops.torch_private import is_observed
 LIBRARIES = Path(__file__).parent / "lib"
 
 THREAD_WORK = 32 * 1024
-"""Multiplications, or logits, for which another thread is woken up."""
+"""Multiplications, or logits, for each further thread that an operation uses."""
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
 """Head dimensions that attention is compiled for."""
 
 ROWS = 128
-"""Most beams times query heads per key head."""
+"""Largest number of beams times query heads per key head."""
 
 RANKED = 4096
-"""Most hypotheses and candidates of a sentence that `choose` ranks: it has them on the stack."""
+"""Largest number of hypotheses and candidates per sentence that `choose` ranks, on the stack."""
 
 FEW_HEADS, FEW_SCORES = 16, 64
-"""Key heads of all sentences, and scores of each, up to which one call of torch's own attention costs less (10 us)."""
+"""Sizes up to which one call of torch's own attention is cheaper (10 us).
+
+`FEW_HEADS` counts the key heads of all sentences, `FEW_SCORES` the scores of each key head.
+"""
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -55,15 +58,16 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 _RETURNS_NOTHING = ("log_softmax", "product", "add_tokens", "add_repeats")
 
 BEHIND: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
-"""What may come behind a product, as product.h counts it."""
+"""Codes of the activation functions after a product, as in product.h."""
 
 
 class Library(NamedTuple):
-    """Operations of one library.
+    """The operations of one library.
 
     Attributes:
-        panel: outputs of a weight that lie side by side where it is packed.
-        run, wait: what shares work among torch's threads, and lets them wait for each other.
+        panel: outputs per panel of a packed weight.
+        run: address of the function that distributes work to torch's threads.
+        wait: address of the barrier of these threads.
     """
 
     beam_attention: Callable[..., int]
@@ -86,7 +90,13 @@ class Library(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The library for a set of instructions, or the reason why there is none."""
+    """The library for a set of instructions, or the reason why it cannot be used.
+
+    Attributes:
+        variant: the instructions of this processor, such as avx2 or avx512.
+        library: the library, or None.
+        reason: why there is no library, or None.
+    """
 
     variant: str
     library: Library | None
@@ -95,10 +105,10 @@ class Found(NamedTuple):
 
 @cache
 def found() -> Found:
-    """Look for the library that this processor runs."""
+    """Look for the library for this processor; the result is cached."""
     variant = torch.backends.cpu.get_cpu_capability().lower()
     try:
-        is_observed()  # C has to ask before every operation
+        is_observed()  # `dispatch` calls it before every operation in C
         return Found(variant, load(variant))
     except (OSError, AttributeError) as error:
         return Found(variant, None, str(error))
@@ -108,38 +118,39 @@ def load(variant: str) -> Library:
     """Load the library for a set of instructions.
 
     Raises:
-        OSError: there is none that can be used; the message says why.
+        OSError: no usable library exists; the message says why.
     """
     path, how = LIBRARIES / f"{variant}.so", f"`{sys.executable} {build.__file__}` makes it"
     if (LIBRARIES / build.REASON).is_file():
         raise OSError((LIBRARIES / build.REASON).read_text("utf-8").strip())
     if variant not in build.VARIANTS:
         raise OSError(
-            f"torch says that this processor has {variant}, and there is a library for AVX2 and AVX-512 alone"
+            f"torch says that this processor has {variant}, and there is a library for AVX2 and "
+            "AVX-512 alone"
         )
     if not path.is_file():
         raise OSError(f"{path} is missing; {how}")
-    loaded = ctypes.CDLL(str(path))
-    loaded.made_from.restype = ctypes.c_uint32
-    if loaded.made_from() != build.fingerprint():
+    handle = ctypes.CDLL(str(path))
+    handle.made_from.restype = ctypes.c_uint32
+    if handle.made_from() != build.fingerprint():
         raise OSError(f"{path} was made from other sources; {how} anew")
     for name, arguments in _SIGNATURES.items():
-        getattr(loaded, name).argtypes = (_POINTER, ctypes.c_uint, *arguments)
-        getattr(loaded, name).restype = None if name in _RETURNS_NOTHING else ctypes.c_int
-    operations = {name: getattr(loaded, name) for name in _SIGNATURES}
+        getattr(handle, name).argtypes = (_POINTER, ctypes.c_uint, *arguments)
+        getattr(handle, name).restype = None if name in _RETURNS_NOTHING else ctypes.c_int
+    operations = {name: getattr(handle, name) for name in _SIGNATURES}
     return Library(
         **operations,
-        panel=loaded.panel(),
+        panel=handle.panel(),
         run=_runtime("GOMP_parallel"),
         wait=_runtime("GOMP_barrier"),
     )
 
 
 def _runtime(name: str) -> int:
-    """The address of a function of the library of OpenMP that torch depends on.
+    """Return the address of a function of the OpenMP library that torch depends on.
 
     Raises:
-        OSError: there is none.
+        OSError: the function does not exist.
     """
     runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     try:
@@ -149,17 +160,19 @@ def _runtime(name: str) -> int:
 
 
 def library() -> Library | None:
-    """The library, where operations run by it: on processors of AMD's, or on all with FASTGEN_OPS=native.
+    """Return the library if the C operations are in use, else None.
 
-    Measured on Zen 5, with AVX-512 and held to AVX2. What torch runs instead, MKL's products, uses half of every AMD
-    processor. On Intel's it uses all, and nobody has measured there.
+    They are used on AMD processors, and on all processors with FASTGEN_OPS=native. They were
+    measured on Zen 5, with AVX-512 and restricted to AVX2. The alternative is torch with MKL's
+    products, which reach half of the throughput of an AMD processor. On Intel processors MKL
+    reaches all of it; the C operations have not been measured there.
 
     Raises:
-        RuntimeError: FASTGEN_OPS=native and there is none; the message says why.
+        RuntimeError: FASTGEN_OPS=native, but there is no library; the message says why.
     """
-    wanted = config.settings().ops
-    if wanted == "native" or (wanted == "auto" and processor.on_amd()):
-        if found().library is None and wanted == "native":
+    requested = config.settings().ops
+    if requested == "native" or (requested == "auto" and processor.on_amd()):
+        if found().library is None and requested == "native":
             raise RuntimeError(
                 f"FASTGEN_OPS=native, but there are no operations in C here: {found().reason}"
             )
@@ -168,14 +181,14 @@ def library() -> Library | None:
 
 
 def state() -> str:
-    """Say in one line whether operations on the CPU run in C, and why not."""
+    """Describe in one line whether operations on the CPU run in C, and why not."""
     if found().library is None:
         return f"none: {found().reason}"
     return f"for {found().variant}" + (f", not used: {why_off()}" if library() is None else "")
 
 
 def why_off() -> str:
-    """Say why operations on the CPU do not run in C; empty where they do."""
+    """Return why operations on the CPU do not run in C; empty if they do."""
     if library() is not None:
         return ""
     if found().library is None:
@@ -186,12 +199,15 @@ def why_off() -> str:
 
 
 def threads_for(work: int) -> int:
-    """How many of torch's threads share so many multiplications, or logits."""
+    """Return how many of torch's threads share this number of multiplications, or logits."""
     return max(1, min(torch.get_num_threads(), work // THREAD_WORK))
 
 
 def covers_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
-    """Whether `beam_attention` takes these shapes and layouts, all in fp32, and is faster."""
+    """Return whether `beam_attention` supports these shapes and layouts and is faster.
+
+    All tensors must be fp32.
+    """
     sentences, beams, heads, dims = query.shape
     _, key_heads, count, _ = keys.shape
     return (
@@ -219,7 +235,13 @@ def covers_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
 def beam_attention(
     by: Library, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Return what `ops.beam_attention.beam_attention` does, of what `covers_attention` says yes to."""
+    """Return the result of `ops.beam_attention.beam_attention`.
+
+    The arguments must satisfy `covers_attention`.
+
+    Raises:
+        torch.OutOfMemoryError: no memory for the scores of each thread.
+    """
     b, m, h, d = query.shape
     key_heads, n = keys.shape[1], keys.shape[2]
     threads = min(threads_for(b * h * m * n * d), b * key_heads)
@@ -234,8 +256,9 @@ def beam_attention(
         )
         mask_at = mask.data_ptr()
     done = by.beam_attention(
-        by.run, threads, out.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(), mask_at, b, m, key_heads,
-        h // key_heads, n, d, scale, *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *mask_strides,
+        by.run, threads, out.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        mask_at, b, m, key_heads, h // key_heads, n, d, scale, *query.stride()[:3],
+        *keys.stride()[:3], *values.stride()[:3], *mask_strides,
     )  # fmt: skip
     if not done:
         scores = f"{m * h // key_heads} x {n}"
@@ -244,7 +267,12 @@ def beam_attention(
 
 
 def log_softmax(by: Library, logits: Tensor, out: Tensor) -> Tensor:
-    """Return out, the log-probabilities of logits (R, V) fp32 with contiguous rows; out: alike and contiguous."""
+    """Write the log-probabilities of logits to out, and return it.
+
+    Args:
+        logits: (R, V) fp32 with contiguous rows.
+        out: (R, V) fp32, contiguous.
+    """
     rows, vocabulary = logits.shape
     by.log_softmax(
         by.run,
@@ -266,13 +294,18 @@ def k_best(
     normalised: bool,
     banned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return values (B, k) and indices of the k best of log-probabilities (B, M, V) + scores (B, M), in fp32.
-
-    None where any two of the k + 1 best of a sentence are equal, or one sum is NaN.
+    """Return the k best of log-probabilities + scores over beams x vocabulary, in fp32.
 
     Args:
-        rows: (B, M, V), log-probabilities, or logits of which they are made, unless `normalised`.
-        banned: (B * M, ceil(V / 32)) int32, a set of tokens of each row that are out (`ops.selection.token_mask`).
+        rows: (B, M, V), log-probabilities if `normalised`, else logits.
+        scores: (B, M).
+        k: the number of winners per sentence.
+        normalised: whether rows are log-probabilities.
+        banned: (B * M, ceil(V / 32)) int32, a token mask of excluded tokens of each row
+            (`ops.selection.token_mask`).
+    Returns:
+        values (B, k) and indices (B, k) int64; None if any two of the k + 1 best of a sentence are
+        equal, or a sum is NaN.
     """
     b, m, v = rows.shape
     scores = scores.contiguous()
@@ -291,13 +324,17 @@ def k_best(
 
 
 def packed(by: Library, weight: Tensor) -> Tensor:
-    """Return weight (N, K) fp32 as `product` reads it, (P, K, W): P panels of W outputs, the last filled with zeros."""
+    """Return weight (N, K) fp32 packed for `product`.
+
+    Returns:
+        (P, K, W): P panels of W outputs, the last one padded with zeros.
+    """
     outputs, inputs = weight.shape
-    whole, width = outputs // by.panel, by.panel
+    full, width = outputs // by.panel, by.panel
     panels = weight.new_empty(-(-outputs // width), inputs, width)
-    panels[:whole].copy_(weight[: whole * width].unflatten(0, (whole, width)).transpose(1, 2))
-    if whole < len(panels):
-        panels[whole].zero_()[:, : outputs - whole * width] = weight[whole * width :].t()
+    panels[:full].copy_(weight[: full * width].unflatten(0, (full, width)).transpose(1, 2))
+    if full < len(panels):
+        panels[full].zero_()[:, : outputs - full * width] = weight[full * width :].t()
     return panels
 
 
@@ -310,9 +347,17 @@ def product(
     residual: Tensor | None,
     out: Tensor,
 ) -> Tensor:
-    """Return out (..., N), contiguous: x (..., K) times a weight that is `packed`, plus bias (N,), and what is behind.
+    """Compute x times a packed weight plus bias, with a fused activation and residual.
 
-    behind: an activation function, or None. residual: of out's shape, to be added after it.
+    Args:
+        x: (..., K).
+        panels: (P, K, W), a weight that is `packed`.
+        bias: (N,), or None.
+        behind: an activation function of `BEHIND`, applied to the result; or None.
+        residual: of out's shape, added after the activation; or None.
+        out: (..., N), contiguous.
+    Returns:
+        out.
     """
     outputs, (_, inputs, _) = out.shape[-1], panels.shape
     if x.dim() != 2 or x.stride(1) != 1:
@@ -321,15 +366,26 @@ def product(
     residual = None if residual is None else residual.contiguous()
     rows = x.shape[0]
     by.product(
-        by.run, threads_for(rows * inputs * outputs), out.data_ptr(), x.data_ptr(), panels.data_ptr(),
-        None if bias is None else bias.data_ptr(), None if residual is None else residual.data_ptr(), rows, outputs,
-        inputs, x.stride(0), BEHIND[behind],
+        by.run, threads_for(rows * inputs * outputs), out.data_ptr(), x.data_ptr(),
+        panels.data_ptr(), None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(), rows, outputs, inputs, x.stride(0),
+        BEHIND[behind],
     )  # fmt: skip
     return out
 
 
 class Chosen(NamedTuple):
-    """What `choose` returns; as `decoding.search.beam_search.Choice` has it."""
+    """The result of `choose`.
+
+    Attributes:
+        parents: (B, M) int64, the beams that the running beams continue.
+        tokens: (B, M) int64, the next tokens of the running beams.
+        order: (B, M) int64, the finished hypotheses: an index into M old ones, then K candidates.
+        scores: (B, M) fp32, the scores of the running beams.
+        merged: (B, M) fp32, the scores of the finished hypotheses.
+        merged_done: (B, M) bool, which slots hold a finished hypothesis.
+        flags: (4, B) bool, as in `decoding.search.beam_search.Choice`.
+    """
 
     parents: Tensor
     tokens: Tensor
@@ -341,41 +397,57 @@ class Chosen(NamedTuple):
 
 
 def choose(
-    by: Library, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, finished: Tensor, done: Tensor,
-    improvable: Tensor, never: float, power: float, far: float, stops_early: bool,
+    by: Library, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, finished: Tensor,
+    done: Tensor, improvable: Tensor, never: float, power: float, far: float, stops_early: bool,
 ) -> Chosen | None:  # fmt: skip
-    """What becomes of candidates (B, K) of beam search by `TransformersRule`; None if undecided.
+    """Choose running beams and finished hypotheses of a step of beam search by `TransformersRule`.
 
     Args:
-        values, beam, token, hits: of the candidates. finished, done: (B, M), of what has finished. improvable: (B,).
-        power, far: what scores are divided by for their length, now and at the greatest length.
+        values: (B, K) fp32, the candidates' scores, descending.
+        beam: (B, K) int64, the beams that the candidates extend.
+        token: (B, K) int64, the candidates' tokens.
+        hits: (B, K) bool, which candidates end.
+        finished: (B, M) fp32, the scores of the finished hypotheses.
+        done: (B, M) bool, which slots hold a finished hypothesis.
+        improvable: (B,) bool, whether a running beam can still become a better hypothesis.
+        never: added to scores that must not be chosen.
+        power: divisor of scores for the current length.
+        far: divisor of scores for the length by which running beams are judged.
+        stops_early: whether a sentence is finished once it has M hypotheses.
+    Returns:
+        The choice; None if C cannot decide it, for example because two values are equal.
     """
     (sentences, candidates), beams = values.shape, finished.shape[1]
-    given = [each.contiguous() for each in (values, beam, token, hits, finished, done, improvable)]
+    inputs = [each.contiguous() for each in (values, beam, token, hits, finished, done, improvable)]
     indices = token.new_empty(3, sentences, beams)
     scores = values.new_empty(2, sentences, beams)
     merged_done, flags = hits.new_empty(sentences, beams), hits.new_empty(4, sentences)
     (parents, tokens, order), (running, merged) = indices.unbind(), scores.unbind()
-    made = Chosen(parents, tokens, order, running, merged, merged_done, flags)
+    choice = Chosen(parents, tokens, order, running, merged, merged_done, flags)
     decided = by.choose(
-        by.run, 1, *(each.data_ptr() for each in (*given, *made)), sentences, beams, candidates, stops_early, never,
-        power, far,
+        by.run, 1, *(each.data_ptr() for each in (*inputs, *choice)), sentences, beams, candidates,
+        stops_early, never, power, far,
     )  # fmt: skip
-    return made if decided else None
+    return choice if decided else None
 
 
 def move_rows(
-    by: Library, tables: Sequence[tuple[Tensor, Tensor, int]], finished: Sequence[Tensor], parents: Tensor,
-    order: Tensor | None, steps: int,
+    by: Library, tables: Sequence[tuple[Tensor, Tensor, int]], finished: Sequence[Tensor],
+    parents: Tensor, order: Tensor | None, steps: int,
 ) -> bool:  # fmt: skip
-    """Reorder and extend the rows of tables (`Table`); or, where there is an order, choose finished rows.
-
-    Return whether that was done: not where `parents` or `order` name a row that is not there.
+    """Reorder and extend the rows of tables; or, with `order`, select finished rows.
 
     Args:
-        tables: rows (B, M, N), newest (B, M or K, C) and prefix; newest of the rows' dtype, or longer integers.
-        finished: with an order, a table of finished rows for each.
-        parents: (B, M), or, with an order, (B, K). order: (B, M) into M finished rows, then K candidates.
+        tables: rows (B, M, N), newest (B, M or K, C) and prefix of each `ops.tables.Table`; newest
+            has the rows' dtype, or a wider integer dtype.
+        finished: with `order`, a table of finished rows for each table.
+        parents: (B, M); with `order`, (B, K).
+        order: (B, M) into M finished rows, then K candidates; or None.
+        steps: the number of steps so far.
+    Returns:
+        False, with nothing moved, if `parents` or `order` contain an index out of range; else True.
+    Raises:
+        torch.OutOfMemoryError: no memory for the rows of each thread.
     """
     (sentences, beams, _), fields, most = tables[0][0].shape, list[int](), 0
     for i, (rows, newest, prefix) in enumerate(tables):
@@ -384,15 +456,17 @@ def move_rows(
         chosen = finished[i] if finished else rows
         chosen_b, chosen_m, _ = chosen.stride()
         fields += (
-            rows.data_ptr(), newest.data_ptr(), chosen.data_ptr(), size * row_b, size * row_m, size * chosen_b,
-            size * chosen_m, *newest.stride(), prefix, steps * columns, columns, size, newest.element_size(),
+            rows.data_ptr(), newest.data_ptr(), chosen.data_ptr(), size * row_b, size * row_m,
+            size * chosen_b, size * chosen_m, *newest.stride(), prefix, steps * columns, columns,
+            size, newest.element_size(),
         )  # fmt: skip
         most = max(most, size * (steps + 1) * columns)
-    given, parents = (_INTEGER * len(fields))(*fields), parents.contiguous()
+    records, parents = (_INTEGER * len(fields))(*fields), parents.contiguous()
     order = None if order is None else order.contiguous()
     done = by.move_rows(
-        by.run, threads_for(len(tables) * sentences * beams * most // 4), ctypes.addressof(given), parents.data_ptr(),
-        None if order is None else order.data_ptr(), len(tables), sentences, beams, parents.shape[1], beams * most,
+        by.run, threads_for(len(tables) * sentences * beams * most // 4), ctypes.addressof(records),
+        parents.data_ptr(), None if order is None else order.data_ptr(), len(tables), sentences,
+        beams, parents.shape[1], beams * most,
     )  # fmt: skip
     if not done:
         raise torch.OutOfMemoryError(f"no memory for {beams} rows of {most} bytes in each thread")
@@ -400,16 +474,22 @@ def move_rows(
 
 
 def move_sentences(by: Library, buffer: Tensor, to: Tensor, origin: Tensor) -> bool:
-    """Copy the sentences `origin` of buffer (B, H, N, D), whose N and D lie side by side, over the sentences `to`.
+    """Copy the sentences `origin` of a buffer over the sentences `to`.
 
-    Return whether that was done: not where one of them is not there.
+    Args:
+        buffer: (B, H, N, D), N and D contiguous.
+        to: (N,) int64.
+        origin: (N,) int64.
+    Returns:
+        False, with nothing copied, if an index is out of range; else True.
     """
     (sentences, heads, count, dims), size = buffer.shape, buffer.element_size()
     to, origin = to.contiguous(), origin.contiguous()
     return bool(
         by.move_sentences(
-            by.run, threads_for(len(to) * heads * count * dims), buffer.data_ptr(), to.data_ptr(), origin.data_ptr(),
-            len(to), heads, size * count * dims, size * buffer.stride(0), size * buffer.stride(1), sentences,
+            by.run, threads_for(len(to) * heads * count * dims), buffer.data_ptr(), to.data_ptr(),
+            origin.data_ptr(), len(to), heads, size * count * dims, size * buffer.stride(0),
+            size * buffer.stride(1), sentences,
         )
     )  # fmt: skip
 
@@ -423,22 +503,37 @@ def embedding(
     padding: int,
     other: Tensor | None,
 ) -> Tensor | None:
-    """Return (R, C): rows `ids` of tokens (V, C) times scale, plus position (C,), or `other` (C,) where id is padding.
+    """Return rows `ids` of tokens times scale, plus a position's row.
 
-    None where an id is no row.
+    Args:
+        ids: (R,) int64.
+        tokens: (V, C).
+        scale: the factor of the token embeddings.
+        position: (C,), or None.
+        padding: the token id that gets `other` instead of `position`.
+        other: (C,), or None.
+    Returns:
+        (R, C); None if an id is out of range.
     """
     rows, width = ids.shape[0], tokens.shape[1]
     out = tokens.new_empty(rows, width)
     done = by.embed(
-        by.run, 1, out.data_ptr(), ids.data_ptr(), tokens.data_ptr(), None if position is None else position.data_ptr(),
-        None if other is None else other.data_ptr(), rows, width, len(tokens), ids.stride(0), tokens.stride(0), padding,
-        scale,
+        by.run, 1, out.data_ptr(), ids.data_ptr(), tokens.data_ptr(),
+        None if position is None else position.data_ptr(),
+        None if other is None else other.data_ptr(), rows, width, len(tokens), ids.stride(0),
+        tokens.stride(0), padding, scale,
     )  # fmt: skip
     return out if done else None
 
 
 def add_tokens(by: Library, mask: Tensor, tokens: Tensor, vocabulary: int) -> None:
-    """Add tokens (R or 1, N) int64 to the sets of mask (R, W) int32, contiguous (`ops.selection.token_mask`)."""
+    """Add tokens to the sets of a token mask (`ops.selection.token_mask`).
+
+    Args:
+        mask: (R, W) int32, contiguous.
+        tokens: (R or 1, N) int64.
+        vocabulary: V.
+    """
     (rows, words), tokens = mask.shape, tokens.contiguous()
     by.add_tokens(
         by.run, 1, mask.data_ptr(), tokens.data_ptr(), rows, words, tokens.shape[1], vocabulary,
@@ -449,12 +544,21 @@ def add_tokens(by: Library, mask: Tensor, tokens: Tensor, vocabulary: int) -> No
 def add_repeats(
     by: Library, mask: Tensor, ids: Tensor, n: int, texts: Tensor, vocabulary: int
 ) -> None:
-    """Add to the sets of mask (R, W) int32, contiguous, what would repeat n-grams of texts (B, S) behind ids (R, L)."""
+    """Add to a token mask the tokens that would complete a repeated n-gram.
+
+    Args:
+        mask: (R, W) int32, contiguous.
+        ids: (R, L) int64, the tokens so far.
+        n: the size of the n-grams.
+        texts: (B, S) int64, whose n-grams must not be repeated.
+        vocabulary: V.
+    """
     (rows, words), (ids, texts) = (
         mask.shape,
         (x if x.stride(1) == 1 else x.contiguous() for x in (ids, texts)),
     )
     by.add_repeats(
-        by.run, threads_for(rows * texts.shape[1]), mask.data_ptr(), ids.data_ptr(), texts.data_ptr(), rows, words, n,
-        ids.shape[1], texts.shape[1], vocabulary, rows // texts.shape[0], ids.stride(0), texts.stride(0),
+        by.run, threads_for(rows * texts.shape[1]), mask.data_ptr(), ids.data_ptr(),
+        texts.data_ptr(), rows, words, n, ids.shape[1], texts.shape[1], vocabulary,
+        rows // texts.shape[0], ids.stride(0), texts.stride(0),
     )  # fmt: skip

@@ -1,12 +1,14 @@
-"""Compiles the C sources of this folder, a library for each set of instructions; run when fastgen is installed.
+"""Compile the C sources of this folder, one library per set of instructions.
 
-Nothing but the standard library is needed, so that it can run before there is anything else:
-`python fastgen/ops/native/build.py` does by hand what installing does. Where it cannot be done, the reason is written
-beside the libraries, and `fastgen status` and `fastgen doctor` show it.
+Installing fastgen runs this module. It needs only the standard library, so it can run before
+anything else is installed. `python fastgen/ops/native/build.py` does by hand what installing does.
+If the build fails, the reason is written next to the libraries; `fastgen status` and `fastgen
+doctor` show it.
 
-`python fastgen/ops/native/build.py --sanitize FOLDER` compiles them into another folder with AddressSanitizer and
-UndefinedBehaviorSanitizer, which end a process at the first read or write outside of a tensor's memory. fastgen does
-not load them; `tests/native_fuzz.py` does, in a process that has the sanitizers' library preloaded.
+`python fastgen/ops/native/build.py --sanitize FOLDER` compiles the sources into another folder with
+AddressSanitizer and UndefinedBehaviorSanitizer. They end the process at the first read or write
+outside a tensor's memory. fastgen does not load these libraries. `tests/native_fuzz.py` does, in a
+process with the sanitizers' library preloaded.
 """
 
 import argparse
@@ -29,34 +31,39 @@ VARIANTS = {
     "avx2": ("-mavx2", "-mfma", "-DWIDTH=8"),
 }
 SANITIZERS = (
-    "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1",
+    "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer",
+    "-g", "-O1",
 )  # fmt: skip
 REASON = "not-built.txt"
 
 
 def fingerprint() -> int:
-    """Return a number that changes with the sources and flags; each library knows that of those it was made from."""
+    """Return a number that changes with the sources and flags; each library contains its own."""
     flags = repr((FLAGS, VARIANTS)).encode()
     return zlib.crc32(b"".join((HERE / name).read_bytes() for name in SOURCES) + flags)
 
 
 def build(folder: Path = HERE / "lib", more: Sequence[str] = ()) -> str | None:
-    """Compile all variants into `folder`; return None, or why not: then there is no library there.
+    """Compile all variants into `folder`.
 
-    more: flags of the compiler, behind the others.
+    Args:
+        folder: where the libraries are written.
+        more: additional compiler flags, after the others.
+    Returns:
+        None, or the reason of a failure; `folder` then contains no library.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Whoever builds at the same time, or loads, sees libraries that are whole.
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as made:
-            reason = _compiled(Path(made), more)
+        # Replace files atomically, for processes that build or load libraries concurrently.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
+            reason = _compiled(Path(temporary), more)
             if reason is None:
                 for name in VARIANTS:
-                    os.replace(Path(made, f"{name}.so"), folder / f"{name}.so")
+                    os.replace(Path(temporary, f"{name}.so"), folder / f"{name}.so")
                 (folder / REASON).unlink(missing_ok=True)
                 return None
-            Path(made, REASON).write_text(reason + "\n", encoding="utf-8")
-            os.replace(Path(made, REASON), folder / REASON)
+            Path(temporary, REASON).write_text(reason + "\n", encoding="utf-8")
+            os.replace(Path(temporary, REASON), folder / REASON)
         for name in VARIANTS:
             (folder / f"{name}.so").unlink(missing_ok=True)
         return reason
@@ -66,14 +73,20 @@ def build(folder: Path = HERE / "lib", more: Sequence[str] = ()) -> str | None:
 
 def _compiled(folder: Path, more: Sequence[str]) -> str | None:
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"there are operations in C for Linux on x86-64 alone, not for {sys.platform} on {platform.machine()}"
+        return (
+            "there are operations in C for Linux on x86-64 alone, not for "
+            f"{sys.platform} on {platform.machine()}"
+        )
     try:
         compiler = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:
         return f"CC={os.environ['CC']!r}: {error}"
     compiler = compiler or list(filter(shutil.which, ("cc", "gcc", "clang")))[:1]
     if not compiler:
-        return "there was no C compiler (cc, gcc or clang; CC names another) when fastgen was installed"
+        return (
+            "there was no C compiler (cc, gcc or clang; CC names another) when fastgen was "
+            "installed"
+        )
     for name, flags in VARIANTS.items():
         sources = [str(HERE / source) for source in SOURCES if source.endswith(".c")]
         defined = f"-DFINGERPRINT={fingerprint()}u"
@@ -93,17 +106,20 @@ def _compiled(folder: Path, more: Sequence[str]) -> str | None:
         except OSError as error:
             return f"{compiler[0]} could not be run: {error}"
         if done.returncode:
-            said = next(
+            message = next(
                 (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()
             )
-            return f"{compiler[0]} ended with {done.returncode}: {said}"
+            return f"{compiler[0]} ended with {done.returncode}: {message}"
     return None
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:
-    """Build what a command line asks for; return None, or why not."""
+    """Build what the command line requests; return None, or the reason of a failure."""
     parser = argparse.ArgumentParser(description="Compile fastgen's operations in C.")
-    help_ = "compile them into this folder with AddressSanitizer and UndefinedBehaviorSanitizer, for tests alone"
+    help_ = (
+        "compile them into this folder with AddressSanitizer and UndefinedBehaviorSanitizer, "
+        "for tests alone"
+    )
     parser.add_argument("--sanitize", type=Path, metavar="FOLDER", help=help_)
     folder = parser.parse_args(arguments).sanitize
     return build() if folder is None else build(folder, SANITIZERS)

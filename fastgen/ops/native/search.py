@@ -1,6 +1,6 @@
-"""What whole steps of a search in C are given, as `search.h` declares it, and the calls.
+"""ctypes structures and calls for multi-step decoding in C, as declared in `search.h`.
 
-Addresses are those of tensors that whoever fills these structures holds.
+Addresses are those of tensors; the code that fills these structures keeps the tensors alive.
 """
 
 import ctypes
@@ -13,18 +13,47 @@ GOES_ON, OVER, LEAVING, UNDECIDED, NO_ROW, NO_MEMORY = range(6)
 
 
 class Decoder(ctypes.Structure):
-    """A decoder from token ids to logits."""
+    """A decoder from token ids to logits.
+
+    Attributes:
+        step: the `Step` of the decoder's layers; C fills its `x` and `stream`.
+        seen: its `Seen` records, one call; the number of keys of the text grows.
+        tokens: (V, C), rows `token_row` apart.
+        positions: (P, C), rows `position_row` apart, or NULL.
+        position: (R,) int64, the rows of `positions` for the next tokens.
+        padding: the padding token, or -1.
+        padding_row: the row of `positions` for padding tokens; -1 for the row before the current
+            one.
+        scale: the factor of token embeddings.
+        embedded: the norm after the embedding: of tokens alone if `norm_tokens`, else of the sum
+            with the position.
+        first: the norm before the first sublayer.
+        work: approximate multiplications per row in a product.
+        head: the packed output projection.
+        head_scale: the factor of its input.
+        logits: (R, V) fp32.
+        threads: the largest number of threads.
+        began: (steps,) float64, when each step began, in seconds.
+    """
 
     _fields_: ClassVar = [
         *of(POINTER, "step seen tokens positions position"),
         *of(INTEGER, "vocabulary token_row position_row padding padding_row"), ("scale", DOUBLE),
-        *of(Norm, "embedded first"), *of(INTEGER, "norm_tokens work"), ("head", Weight), ("head_scale", DOUBLE),
-        ("logits", POINTER), ("threads", INTEGER), ("began", POINTER),
+        *of(Norm, "embedded first"), *of(INTEGER, "norm_tokens work"), ("head", Weight),
+        ("head_scale", DOUBLE), ("logits", POINTER), ("threads", INTEGER), ("began", POINTER),
     ]  # fmt: skip
 
 
 class NGrams(ctypes.Structure):
-    """N-grams that may not come again."""
+    """N-grams that must not be repeated.
+
+    Attributes:
+        n: the size of the n-grams.
+        shortest: the length of a text from which on its n-grams are checked.
+        source: (B or 1, S) int64, the text whose n-grams count; NULL for the generated text itself.
+        source_b: stride of `source`; 0 if all sentences share one source.
+        source_length: S.
+    """
 
     _fields_: ClassVar = [
         *of(INTEGER, "n shortest"), ("source", POINTER), *of(INTEGER, "source_b source_length"),
@@ -32,16 +61,41 @@ class NGrams(ctypes.Structure):
 
 
 class Texts(ctypes.Structure):
-    """The texts of a search, and what may not come next."""
+    """The texts of a search, and the tokens that are banned from them.
+
+    Attributes:
+        ids: (B, M, L) int64, with strides `ids_b` and `ids_m`.
+        length: the current length of the texts.
+        prompt: the length of the prompt.
+        ends_at: the length at which all texts end.
+        ends: (end_count,) int64, the tokens that end a text.
+        ngrams: (ngram_count,) `NGrams`.
+        banned: a token mask of one row, banned for all texts; or NULL.
+        sets: (R, W) token masks, scratch memory if any token is banned.
+        leave: the number of finished sentences at which C returns, so that they leave; 0 for never.
+        steps: the largest number of steps.
+        made: the number of steps made; set by C.
+        run: the number of steps that the decoder ran; set by C.
+    """
 
     _fields_: ClassVar = [
-        ("ids", POINTER), *of(INTEGER, "ids_b ids_m length prompt ends_at"), *of(POINTER, "ends ngrams"),
-        *of(INTEGER, "end_count ngram_count"), *of(POINTER, "banned sets"), *of(INTEGER, "leave steps made run"),
+        ("ids", POINTER), *of(INTEGER, "ids_b ids_m length prompt ends_at"),
+        *of(POINTER, "ends ngrams"), *of(INTEGER, "end_count ngram_count"),
+        *of(POINTER, "banned sets"), *of(INTEGER, "leave steps made run"),
     ]  # fmt: skip
 
 
 class Sight(ctypes.Structure):
-    """What beams see of the slots of the text."""
+    """The additive mask that tells which KV slots of the text each beam sees.
+
+    Attributes:
+        mask: (B, M, N) fp32, with strides `mask_b` and `mask_m`.
+        own: (M, M) fp32, the mask of the newest slots.
+        prefix: the number of slots before those of generated tokens.
+        filled: the number of filled slots after the prefix.
+        room: the number of slots after the prefix.
+        open: the number of slots already opened for the next tokens: 0 or M.
+    """
 
     _fields_: ClassVar = [
         *of(POINTER, "mask own"),
@@ -50,18 +104,53 @@ class Sight(ctypes.Structure):
 
 
 class Beams(ctypes.Structure):
-    """Beam search by the rules of `decoding.search.finishing_rules.TransformersRule`."""
+    """Beam search by the rules of `decoding.search.finishing_rules.TransformersRule`.
+
+    Attributes:
+        origins: (B, M, T) int32, the rows that tokens came from.
+        finished_ids: the ids of the finished hypotheses, a table like `Texts.ids`.
+        finished_origins: the origins of the finished hypotheses, a table like `origins`.
+        scores: (B, M) fp32, the running scores.
+        finished_scores: (B, M) fp32.
+        finished_done: (B, M) bool, which slots hold a finished hypothesis.
+        improvable: (B,) bool, whether a running beam can still become a better hypothesis.
+        flags: (4, B) bool, as in `decoding.search.beam_search.Choice`.
+        sentences: (B,) int64, the sentences' indices in the whole batch.
+        sight: the mask of the KV slots.
+        candidates: K.
+        stops_early: whether a sentence is finished once it has M hypotheses.
+        far: the length by which running beams are judged; 0 for their current length.
+        never: added to scores that must not be chosen.
+        penalty: the length penalty.
+    """
 
     _fields_: ClassVar = [
         *of(POINTER, "origins finished_ids finished_origins"),
-        *of(INTEGER, "origins_b origins_m finished_ids_b finished_ids_m finished_origins_b finished_origins_m"),
-        *of(POINTER, "scores finished_scores finished_done improvable flags sentences"), ("sight", Sight),
-        *of(INTEGER, "candidates stops_early far"), *of(DOUBLE, "never penalty"),
+        *of(INTEGER, "origins_b origins_m finished_ids_b finished_ids_m "
+                     "finished_origins_b finished_origins_m"),
+        *of(POINTER, "scores finished_scores finished_done improvable flags sentences"),
+        ("sight", Sight), *of(INTEGER, "candidates stops_early far"), *of(DOUBLE, "never penalty"),
     ]  # fmt: skip
 
 
 class FirstFinished(ctypes.Structure):
-    """Beam search by the rules of `decoding.search.first_finished`."""
+    """Beam search by the rules of `decoding.search.first_finished`.
+
+    Texts begin with one token, and one token ends them.
+
+    Attributes:
+        scores: (B, M, T) fp32, the running score after each step.
+        origins: (B, M, T) int64, the beams that each text came from; or NULL.
+        over: (B,) bool, sentences that have all their hypotheses.
+        counts: (B,) int64, the number of their hypotheses.
+        places: (N, 3) int64, sentence, beam and step of each finished hypothesis.
+        finished_tokens: (N, width) int64.
+        finished_origins: (N, width) int64, or NULL.
+        finished_scores: (N, width) fp32.
+        width: the row length of the finished tables.
+        found: the number of finished hypotheses.
+        sight: the mask of the KV slots.
+    """
 
     _fields_: ClassVar = [
         *of(POINTER, "scores origins"), *of(INTEGER, "scores_b scores_m origins_b origins_m"),
@@ -71,31 +160,44 @@ class FirstFinished(ctypes.Structure):
 
 
 SIZE = sum(map(ctypes.sizeof, (Decoder, NGrams, Texts, Sight, Beams, FirstFinished)))
-"""What `search_size` of a library returns, if it has the same structures."""
+"""The value that `search_size` of a library returns if its structures match these."""
 
 
 def search_beams(by: Library, threads: int, decoder: Decoder, texts: Texts, beams: Beams) -> int:
-    """Make steps of a beam search; return why there are no more."""
-    given = (ctypes.byref(each) for each in (decoder, texts, beams))
-    return by.search_beams(by.run, threads, by.wait, *given)
+    """Run decode steps of a beam search in C.
+
+    Returns:
+        Why the steps stopped: GOES_ON (their number or time is used up), OVER (the search is over),
+        LEAVING (enough sentences have finished), UNDECIDED (Python has to choose by the logits),
+        NO_ROW (a token is not a row of the embedding) or NO_MEMORY.
+    """
+    records = (ctypes.byref(each) for each in (decoder, texts, beams))
+    return by.search_beams(by.run, threads, by.wait, *records)
 
 
 def search_first_finished(
     by: Library, threads: int, decoder: Decoder, texts: Texts, job: FirstFinished
 ) -> int:
-    """Make steps of a beam search that ends a sentence with its M-th hypothesis; return why there are no more."""
-    given = (ctypes.byref(each) for each in (decoder, texts, job))
-    return by.search_first_finished(by.run, threads, by.wait, *given)
+    """Run decode steps of a beam search that ends a sentence with its M-th hypothesis.
+
+    Returns:
+        Why the steps stopped, as `search_beams`.
+    """
+    records = (ctypes.byref(each) for each in (decoder, texts, job))
+    return by.search_first_finished(by.run, threads, by.wait, *records)
 
 
 def search_greedily(
     by: Library, threads: int, decoder: Decoder, texts: Texts, running: int, room: int, pad: int
 ) -> int:
-    """Make steps of a greedy search; return why there are no more.
+    """Run decode steps of a greedy search.
 
     Args:
-        running: address of (R,) bool, texts that have not ended. room: of (R,) int64 that is written to.
-        pad: what ended ones go on with; a negative number for their own tokens.
+        running: address of (R,) bool, the texts that have not ended.
+        room: address of (R,) int64, scratch memory.
+        pad: the token that ended texts continue with; negative for their own tokens.
+    Returns:
+        Why the steps stopped, as `search_beams`.
     """
     return by.search_greedily(
         by.run, threads, by.wait, ctypes.byref(decoder), ctypes.byref(texts), running, room, pad

@@ -1,6 +1,7 @@
-"""What a decode step in C is given, as `step.h` declares it, and the call.
+"""ctypes structures and the call for a decode step in C, as declared in `step.h`.
 
-Numbers are fp32; strides are in elements, and addresses are those of tensors that whoever fills these structures holds.
+Numbers are fp32 and strides are in elements. Addresses are those of tensors; the code that fills
+these structures keeps the tensors alive.
 """
 
 import ctypes
@@ -20,30 +21,77 @@ def of(kind: Any, names: str) -> _Fields:
 
 
 class Weight(ctypes.Structure):
-    """A packed weight and its bias."""
+    """A packed weight and its bias.
+
+    Attributes:
+        panels: the packed weight, as returned by `ops.native.packed`.
+        bias: (outputs,), or NULL.
+    """
 
     _fields_: ClassVar = [*of(POINTER, "panels bias"), *of(INTEGER, "outputs inputs")]
 
 
 class Norm(ctypes.Structure):
-    """A norm of rows, or none."""
+    """A normalisation of rows, or none.
+
+    Attributes:
+        weight: (C,), or NULL for 1.
+        bias: (C,), or NULL for 0.
+        eps: added to the variance or the mean square.
+        offset: the scale is weight + offset.
+        kind: UNNORMED, LAYER_NORM or RMS_NORM.
+    """
 
     _fields_: ClassVar = [*of(POINTER, "weight bias"), *of(DOUBLE, "eps offset"), ("kind", INTEGER)]
 
 
 class Sublayer(ctypes.Structure):
-    """Products of what comes in, attention or an activation function, a product with the sum, and the norm behind."""
+    """An attention or feed-forward sublayer: x = norm(residual + out(mixed)).
+
+    Attributes:
+        kind: TEXT (self-attention), SOURCE (cross-attention) or FEED_FORWARD.
+        parts: the number of products of x. Attention has 1 or 3, which compute queries, keys and
+            values. A feed-forward sublayer has the wide layer and an optional gate.
+        part: the weights of these products.
+        out: the weight of the output projection.
+        norm: the norm after the sublayer.
+        query_norm: the norm of the queries.
+        key_norm: the norm of the keys.
+        parallel: whether `norm` applies to the incoming stream, without the sum.
+        heads: query heads.
+        key_heads: key heads.
+        dims: the head dimension.
+        whole_norms: whether `query_norm` and `key_norm` cover all heads together.
+        scale: the factor of query times key.
+        behind: the activation function of the wide layer, a code of `ops.native.BEHIND`.
+        cosine: (R or 1, E), the rotary angles of the first E dimensions of each head; or NULL.
+        sine: as `cosine`.
+        turned: E.
+        turn_row: stride of the rows of `cosine` and `sine`.
+        neighbours: whether the two dimensions of a rotated pair are adjacent.
+    """
 
     _fields_: ClassVar = [
         *of(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
-        *of(Norm, "norm query_norm key_norm"), *of(INTEGER, "parallel heads key_heads dims whole_norms"),
-        ("scale", DOUBLE), ("behind", INTEGER),
-        *of(POINTER, "cosine sine"), *of(INTEGER, "turned turn_row neighbours"),
+        *of(Norm, "norm query_norm key_norm"),
+        *of(INTEGER, "parallel heads key_heads dims whole_norms"), ("scale", DOUBLE),
+        ("behind", INTEGER), *of(POINTER, "cosine sine"),
+        *of(INTEGER, "turned turn_row neighbours"),
     ]  # fmt: skip
 
 
 class Seen(ctypes.Structure):
-    """What a sublayer attends to, of the sentences of one call."""
+    """The keys and values that a sublayer attends to, for the sentences of one call.
+
+    Without keys, the sublayer attends to the call's own rows.
+
+    Attributes:
+        weights: (.., B, M, N), the attention weights of each of several steps; or NULL.
+        mask: additive, with strides `mask_b`, `mask_h` and `mask_m`; or NULL.
+        bias: (.., B, H, N), the attention bias of each of several steps; or NULL.
+        count: the number of keys.
+        slot: the first slot that the step writes.
+    """
 
     _fields_: ClassVar = [
         *of(POINTER, "keys values weights mask bias"),
@@ -56,24 +104,34 @@ class Seen(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """The rows of one call."""
+    """The rows of one call: its beams or tokens, sentence by sentence."""
 
     _fields_: ClassVar = of(INTEGER, "first_row sentences beams")
 
 
 class Step(ctypes.Structure):
-    """All sublayers, and what they work on."""
+    """All sublayers of a decode step, and its buffers.
+
+    Attributes:
+        seen: `Seen` records (attending sublayers, calls).
+        x: (R, C), the input of the next sublayer.
+        stream: (R, C), the residual sum; equal to x at first unless `norm_first`.
+        spare: (R, C), scratch memory.
+        wide: scratch memory for the products of x.
+        mixed: scratch memory for attention outputs and gated products.
+    """
 
     _fields_: ClassVar = [
-        *of(POINTER, "sublayers seen calls"), *of(INTEGER, "sublayer_count call_count rows width norm_first"),
+        *of(POINTER, "sublayers seen calls"),
+        *of(INTEGER, "sublayer_count call_count rows width norm_first"),
         *of(POINTER, "x stream spare wide mixed"),
     ]  # fmt: skip
 
 
 SIZE = sum(map(ctypes.sizeof, (Step, Sublayer, Seen, Rows)))
-"""What `step_size` of a library returns, if it has the same structures."""
+"""The value that `step_size` of a library returns if its structures match these."""
 
 
 def run(by: Library, threads: int, step: Step) -> bool:
-    """Run all sublayers by so many threads at most; return whether there was memory for it."""
+    """Run all sublayers on up to `threads` threads; return whether there was enough memory."""
     return bool(by.step(by.run, threads, by.wait, ctypes.byref(step)))

@@ -1,11 +1,13 @@
-"""What becomes of the candidates of a step of beam search, in one or two launches.
+"""Selection of running and finished beams in a beam search step, in one or two launches.
 
-In torch that is up to fifty operations on a few hundred numbers, each of which costs a device as much as a large one.
-Here a program of a kernel takes a sentence, and ranks what goes on and what ends. By transformers' rules a second
-kernel, one program, says of all sentences whether the search is over.
+In torch this takes up to fifty operations on a few hundred numbers, and each costs a device as much
+as a large one. Here one program of a kernel handles a sentence: it ranks the candidates that
+continue and the hypotheses that finish. For transformers' rules a second kernel, one program,
+decides for all sentences whether the search is over.
 
-Source: Wang et al. 2021 (LightSeq), section 2.1 (what lies between two matrix products, in one launch); the rules are
-those of `decoding.search.finishing_rules` and `decoding.search.first_finished`, whose torch is the reference.
+Sources: Wang et al. 2021 (LightSeq), section 2.1 (all operations between two matrix products in one
+launch). The rules are those of `decoding.search.finishing_rules` and
+`decoding.search.first_finished`, whose torch code is the reference.
 """
 
 from typing import NamedTuple
@@ -17,14 +19,21 @@ from fastgen.ops.dispatch import constexpr, jit, launch, power_of_two, tl
 from fastgen.ops.selection.kbest_kernels import index_of, key_of, value_of
 
 MOST = 1024
-"""Candidates and finished hypotheses of a sentence that a program ranks at most."""
+"""Largest number of candidates plus finished hypotheses of a sentence that a program ranks."""
 
 MOST_SENTENCES = 8192
-"""Sentences whose ends one program looks at, at most."""
+"""Largest number of sentences that the program of the second kernel handles."""
 
 
 class Candidates(NamedTuple):
-    """Of each sentence: values (B, K) fp32, beam and token (B, K) int64, and hits (B, K) bool, whether they end."""
+    """The candidates of each sentence.
+
+    Attributes:
+        values: (B, K) fp32, descending.
+        beam: (B, K) int64, the beam that each candidate extends.
+        token: (B, K) int64.
+        hits: (B, K) bool, whether the candidate ends.
+    """
 
     values: Tensor
     beam: Tensor
@@ -33,9 +42,14 @@ class Candidates(NamedTuple):
 
 
 class State(NamedTuple):
-    """Of a search: the running scores (B, M) fp32; what has finished, scores (B, M) fp32, descending, and done bool.
+    """The state of a search, updated in place.
 
-    improvable: (B,) bool. over: (1,) bool, whether the search is over; what has finished stays as it is then.
+    Attributes:
+        scores: (B, M) fp32, the running scores.
+        finished: (B, M) fp32, the scores of the finished hypotheses, descending.
+        done: (B, M) bool, which slots hold a finished hypothesis.
+        improvable: (B,) bool, whether a running beam can still become a better hypothesis.
+        over: (1,) bool, whether the search is over; finished hypotheses do not change after that.
     """
 
     scores: Tensor
@@ -46,11 +60,14 @@ class State(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """The numbers of the rules.
+    """The numbers of the finishing rules.
 
-    never: added to what must not be chosen. stops_early: whether M hypotheses are enough.
-    powers: (N,) fp32, of each length to the power of the penalty, as `length_powers` has them.
-    far: the length by which running beams are judged; 0 for their own.
+    Attributes:
+        never: added to scores that must not be chosen.
+        stops_early: whether a sentence is finished once it has M hypotheses.
+        powers: (N,) fp32, each length to the power of the length penalty, as returned by
+            `decoding.search.finishing_rules.length_powers`.
+        far: the length by which running beams are judged; 0 for their current length.
     """
 
     never: float
@@ -60,9 +77,13 @@ class Rules(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What runs on, parents and tokens (B, M), and what has finished, order (B, M) into hypotheses, then candidates.
+    """The result of `choose_`.
 
-    flags: (4, B) bool, as `decoding.search.beam_search.Choice` has them.
+    Attributes:
+        parents: (B, M) int64, the beams that the running beams continue.
+        tokens: (B, M) int64, the next tokens of the running beams.
+        order: (B, M) int64, the finished hypotheses: an index into M old ones, then K candidates.
+        flags: (4, B) bool, as in `decoding.search.beam_search.Choice`.
     """
 
     parents: Tensor
@@ -72,7 +93,7 @@ class Chosen(NamedTuple):
 
 
 def covered(values: Tensor, beams: int) -> bool:
-    """Whether the kernels cover candidates (B, K) of so many beams."""
+    """Return whether the kernels cover candidates (B, K) of this number of beams."""
     return (
         values.dtype == torch.float32
         and values.shape[1] + beams <= MOST
@@ -81,34 +102,41 @@ def covered(values: Tensor, beams: int) -> bool:
 
 
 def choose_(candidates: Candidates, state: State, rules: Rules, new_tokens: Tensor) -> Chosen:
-    """Run the kernels, which write the new state where it was.
+    """Choose the running beams and finished hypotheses of a step; updates `state` in place.
+
+    Of equal values the first candidate wins, and an old hypothesis wins over a candidate.
 
     Args:
-        new_tokens: (1,) int64, how many a candidate has.
-
-    Ties: of equal values the first candidate, and what had finished before.
+        candidates: the candidates of the step.
+        state: the state before the step.
+        rules: the finishing rules.
+        new_tokens: (1,) int64, the number of new tokens of a candidate.
     """
     (b, k), m = candidates.values.shape, state.finished.shape[1]
     values, beam, token, hits = (each.contiguous() for each in candidates)
     parents, tokens, order = beam.new_empty(3, b, m).unbind()
     flags, over = hits.new_empty(4, b), _bytes(state.over)
     launch(
-        _choose_kernel, (b,), values, beam, token, _bytes(hits), state.scores, state.finished, _bytes(state.done),
-        _bytes(state.improvable), over, rules.powers, new_tokens, parents, tokens, order, _bytes(flags), k, rules.far,
-        rules.never, BEAMS=m, CANDIDATES=power_of_two(k), ALL=power_of_two(m + k), EARLY=rules.stops_early,
+        _choose_kernel, (b,), values, beam, token, _bytes(hits), state.scores, state.finished,
+        _bytes(state.done), _bytes(state.improvable), over, rules.powers, new_tokens, parents,
+        tokens, order, _bytes(flags), k, rules.far, rules.never, BEAMS=m,
+        CANDIDATES=power_of_two(k), ALL=power_of_two(m + k), EARLY=rules.stops_early,
         DIVIDED=values.device.type != "cuda", num_warps=1 if m + k <= 128 else 4,
     )  # fmt: skip
     launch(
-        _over_kernel, (1,), _bytes(flags), over, b, EARLY=rules.stops_early, BLOCK=max(32, power_of_two(b)),
-        num_warps=1 if b <= 256 else 4,
+        _over_kernel, (1,), _bytes(flags), over, b, EARLY=rules.stops_early,
+        BLOCK=max(32, power_of_two(b)), num_warps=1 if b <= 256 else 4,
     )  # fmt: skip
     return Chosen(parents, tokens, order, flags)
 
 
 class Slots(NamedTuple):
-    """What the sentences of a search by `first_finished` have finished: counts (B,), lengths (B, M) int64.
+    """The finished hypotheses of a search by `decoding.search.first_finished`.
 
-    ignored: (B, M) bool, the candidates that take no part in a step.
+    Attributes:
+        ignored: (B, M) bool, the candidates that do not take part in a step.
+        counts: (B,) int64, the number of finished hypotheses.
+        lengths: (B, M) int64, their lengths.
     """
 
     ignored: Tensor
@@ -117,9 +145,14 @@ class Slots(NamedTuple):
 
 
 class FirstChosen(NamedTuple):
-    """What runs on: scores fp32, tokens and beams int64; order of finished rows, then candidates; (B, M) each.
+    """The result of `choose_first_`.
 
-    over: (B,) bool, which sentences are.
+    Attributes:
+        scores: (B, M) fp32, the scores of the running beams.
+        tokens: (B, M) int64, their next tokens.
+        beams: (B, M) int64, the beams that they continue.
+        order: (B, M) int64, the finished rows: an index into M old ones, then K candidates.
+        over: (B,) bool, which sentences are over.
     """
 
     scores: Tensor
@@ -130,7 +163,7 @@ class FirstChosen(NamedTuple):
 
 
 def first_covered(scores: Tensor, beams: int) -> bool:
-    """Whether the kernel covers candidates (B, K) of so many beams."""
+    """Return whether the kernel covers candidates (B, K) of this number of beams."""
     return scores.dtype == torch.float32 and beams <= scores.shape[1] <= min(2 * beams, MOST)
 
 
@@ -143,12 +176,19 @@ def choose_first_(
     length: Tensor,
     last: bool,
 ) -> FirstChosen:
-    """Run the kernel by which a sentence ends with its M-th hypothesis; it writes the new slots where they were.
+    """Choose beams and hypotheses where a sentence ends with its M-th hypothesis.
+
+    Updates `slots` in place.
 
     Args:
-        scores, tokens, beams: (B, K) fp32, int64, int64, of the candidates, best first; M <= K <= 2 * M.
-        end: the token that ends a text. length: (1,) int64, of a hypothesis that ends now.
-        last: whether the texts are as long as they may become, so that a sentence in which one ends is over.
+        scores: (B, K) fp32, of the candidates, best first; M <= K <= 2 * M.
+        tokens: (B, K) int64, of the candidates.
+        beams: (B, K) int64, the beams that the candidates extend.
+        slots: the finished hypotheses before the step.
+        end: the end-of-sequence token.
+        length: (1,) int64, the length of a hypothesis that ends in this step.
+        last: whether the texts have reached their maximum length; a sentence with a candidate that
+            ends is then over.
     """
     (b, k), m = scores.shape, slots.ignored.shape[1]
     running, chosen, over = (
@@ -158,8 +198,9 @@ def choose_first_(
     )
     launch(
         _choose_first_kernel, (b,), scores.contiguous(), tokens.contiguous(), beams.contiguous(),
-        _bytes(slots.ignored), slots.counts, slots.lengths, length, running, chosen, _bytes(over), k, end, BEAMS=m,
-        SLOTS=power_of_two(m), CANDIDATES=power_of_two(k), LAST=last, num_warps=1 if k <= 32 else 4,
+        _bytes(slots.ignored), slots.counts, slots.lengths, length, running, chosen, _bytes(over),
+        k, end, BEAMS=m, SLOTS=power_of_two(m), CANDIDATES=power_of_two(k), LAST=last,
+        num_warps=1 if k <= 32 else 4,
     )  # fmt: skip
     token, beam, order = chosen.unbind()
     return FirstChosen(running, token, beam, order, over)
@@ -171,28 +212,32 @@ def _bytes(flags: Tensor) -> Tensor:
 
 @jit("candidates", "far")
 def _choose_kernel(
-    values_ptr, beam_ptr, token_ptr, hits_ptr, scores_ptr, finished_ptr, done_ptr, improvable_ptr, over_ptr, powers_ptr,
-    new_tokens_ptr, parents_ptr, tokens_ptr, order_ptr, flags_ptr, candidates, far, never, BEAMS: constexpr,
-    CANDIDATES: constexpr, ALL: constexpr, EARLY: constexpr, DIVIDED: constexpr,
+    values_ptr, beam_ptr, token_ptr, hits_ptr, scores_ptr, finished_ptr, done_ptr, improvable_ptr,
+    over_ptr, powers_ptr, new_tokens_ptr, parents_ptr, tokens_ptr, order_ptr, flags_ptr, candidates,
+    far, never, BEAMS: constexpr, CANDIDATES: constexpr, ALL: constexpr, EARLY: constexpr,
+    DIVIDED: constexpr,
 ):  # fmt: skip
-    """One sentence."""
+    """Rank the candidates and finished hypotheses of one sentence."""
     sentence, sentences = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     new_tokens = tl.load(new_tokens_ptr)
     power = tl.load(powers_ptr + new_tokens)
     far_power = tl.load(powers_ptr + tl.where(far > 0, far, new_tokens))
     improvable = tl.load(improvable_ptr + sentence) != 0
 
-    slot, mine = tl.arange(0, ALL), sentence * candidates
+    slot, first_candidate = tl.arange(0, ALL), sentence * candidates
     old, new = slot < BEAMS, (slot >= BEAMS) & (slot < BEAMS + candidates)
     finished = tl.load(finished_ptr + sentence * BEAMS + slot, mask=old, other=0.0)
     done = tl.load(done_ptr + sentence * BEAMS + slot, mask=old, other=0) != 0
-    ended = tl.load(hits_ptr + mine + slot - BEAMS, mask=new & (slot < 2 * BEAMS), other=0) != 0
-    ending = tl.load(values_ptr + mine + slot - BEAMS, mask=new, other=0.0)
+    ended = (
+        tl.load(hits_ptr + first_candidate + slot - BEAMS, mask=new & (slot < 2 * BEAMS), other=0)
+        != 0
+    )
+    ending = tl.load(values_ptr + first_candidate + slot - BEAMS, mask=new, other=0.0)
     candidate = tl.arange(0, CANDIDATES)
     inside = candidate < candidates
-    value = tl.load(values_ptr + mine + candidate, mask=inside, other=0.0)
-    hit = tl.load(hits_ptr + mine + candidate, mask=inside, other=1) != 0
-    tl.debug_barrier()  # other threads write where these have read
+    value = tl.load(values_ptr + first_candidate + candidate, mask=inside, other=0.0)
+    hit = tl.load(hits_ptr + first_candidate + candidate, mask=inside, other=1) != 0
+    tl.debug_barrier()  # finish all reads before other threads write the same addresses
 
     lowest = -0x7FFFFFFFFFFFFFFF
     key = tl.where(inside, key_of(tl.where(hit, value + never, value), candidate), lowest)
@@ -200,7 +245,7 @@ def _choose_kernel(
     for i in range(BEAMS):
         best = tl.max(key, 0)
         key = tl.where(key == best, lowest, key)
-        chosen = mine + index_of(best)
+        chosen = first_candidate + index_of(best)
         tl.store(parents_ptr + sentence * BEAMS + i, tl.load(beam_ptr + chosen))
         tl.store(tokens_ptr + sentence * BEAMS + i, tl.load(token_ptr + chosen))
         tl.store(scores_ptr + sentence * BEAMS + i, value_of(best))
@@ -215,8 +260,8 @@ def _choose_kernel(
     ranked = tl.where(improvable, ranked, ranked + never)
     ranked = tl.where(ended, ranked, ranked + never)
     done = tl.where(old, done, ended)
-    there = old | (new & (tl.load(over_ptr) == 0))
-    key = tl.where(there, key_of(tl.where(old, finished, ranked), slot), lowest)
+    ranked_mask = old | (new & (tl.load(over_ptr) == 0))
+    key = tl.where(ranked_mask, key_of(tl.where(old, finished, ranked), slot), lowest)
     changed, open_slots, worst = (
         tl.full([], 0, tl.int32),
         tl.full([], 0, tl.int32),
@@ -225,11 +270,11 @@ def _choose_kernel(
     for i in range(BEAMS):
         best = tl.max(key, 0)
         key = tl.where(key == best, lowest, key)
-        at, worst = index_of(best), value_of(best)
-        is_done = tl.sum(tl.where(slot == at, done.to(tl.int32), 0), 0)
-        changed += tl.where(at != i, 1, 0)
+        source, worst = index_of(best), value_of(best)
+        is_done = tl.sum(tl.where(slot == source, done.to(tl.int32), 0), 0)
+        changed += tl.where(source != i, 1, 0)
         open_slots += 1 - is_done
-        tl.store(order_ptr + sentence * BEAMS + i, at.to(tl.int64))
+        tl.store(order_ptr + sentence * BEAMS + i, source.to(tl.int64))
         tl.store(finished_ptr + sentence * BEAMS + i, worst)
         tl.store(done_ptr + sentence * BEAMS + i, is_done.to(tl.uint8))
 
@@ -237,17 +282,20 @@ def _choose_kernel(
     if not DIVIDED:
         possible = first * far_power
     better = ((open_slots < BEAMS) & (possible > worst)) | ((open_slots > 0) & (possible > never))
-    still = (improvable & better).to(tl.uint8)
-    tl.store(improvable_ptr + sentence, still)
+    still_improvable = (improvable & better).to(tl.uint8)
+    tl.store(improvable_ptr + sentence, still_improvable)
     tl.store(flags_ptr + sentence, (changed > 0).to(tl.uint8))
-    tl.store(flags_ptr + sentences + sentence, still)
+    tl.store(flags_ptr + sentences + sentence, still_improvable)
     tl.store(flags_ptr + 2 * sentences + sentence, (open_slots == 0).to(tl.uint8))
     tl.store(flags_ptr + 3 * sentences + sentence, tl.min(hit.to(tl.int32), 0).to(tl.uint8))
 
 
 @jit("sentences")
 def _over_kernel(flags_ptr, over_ptr, sentences, EARLY: constexpr, BLOCK: constexpr):
-    """Whether the search is over: the fourth flag, which has said of every sentence whether all its candidates end."""
+    """Decide whether the search is over, and write it to the fourth flag of every sentence.
+
+    On entry that flag says whether all candidates of the sentence end.
+    """
     sentence = tl.arange(0, BLOCK)
     inside = sentence < sentences
     flags_ptr += sentence
@@ -259,37 +307,38 @@ def _over_kernel(flags_ptr, over_ptr, sentences, EARLY: constexpr, BLOCK: conste
         over = over | full
     over = over | tl.load(over_ptr).to(tl.int32)
     tl.store(over_ptr, over.to(tl.uint8))
-    tl.debug_barrier()  # the flags may lie with several threads
+    tl.debug_barrier()  # several threads may hold the flags
     tl.store(flags_ptr + 3 * sentences, tl.broadcast_to(over.to(tl.uint8), [BLOCK]), mask=inside)
 
 
 @jit("candidates", "end")
 def _choose_first_kernel(
-    scores_ptr, tokens_ptr, beams_ptr, ignored_ptr, counts_ptr, lengths_ptr, length, running_ptr, chosen_ptr, over_ptr,
-    candidates, end, BEAMS: constexpr, SLOTS: constexpr, CANDIDATES: constexpr, LAST: constexpr,
+    scores_ptr, tokens_ptr, beams_ptr, ignored_ptr, counts_ptr, lengths_ptr, length, running_ptr,
+    chosen_ptr, over_ptr, candidates, end, BEAMS: constexpr, SLOTS: constexpr,
+    CANDIDATES: constexpr, LAST: constexpr,
 ):  # fmt: skip
-    """One sentence."""
+    """Choose the running beams and finished hypotheses of one sentence."""
     sentence, sentences = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    mine, rows = sentence * candidates, sentence * BEAMS
+    first_candidate, rows = sentence * candidates, sentence * BEAMS
     candidate, slot = tl.arange(0, CANDIDATES), tl.arange(0, SLOTS)
     inside, is_slot = candidate < candidates, slot < BEAMS
-    score = tl.load(scores_ptr + mine + candidate, mask=inside, other=0.0)
-    token = tl.load(tokens_ptr + mine + candidate, mask=inside, other=-1)
+    score = tl.load(scores_ptr + first_candidate + candidate, mask=inside, other=0.0)
+    token = tl.load(tokens_ptr + first_candidate + candidate, mask=inside, other=-1)
     ignored = tl.load(ignored_ptr + rows + candidate, mask=candidate < BEAMS, other=0) != 0
     count = tl.load(counts_ptr + sentence)
     lengths = tl.load(lengths_ptr + rows + slot, mask=is_slot, other=0)
-    tl.debug_barrier()  # what is ignored is written by other threads
+    tl.debug_barrier()  # finish all reads of `ignored` before other threads write it
 
     ends = inside & (token == end) & (score != float("-inf"))
     finishing = ends & (candidate < BEAMS) & (ignored == 0)
-    place = tl.cumsum(finishing.to(tl.int32), 0) + count.to(tl.int32)  # 1 is the first slot
+    place = tl.cumsum(finishing.to(tl.int32), 0) + count.to(tl.int32)  # 1-based
     finishing_now = finishing & (place <= BEAMS)
     fills = finishing_now[:, None] & (place[:, None] == slot[None, :] + 1)
-    found = tl.max(tl.where(fills, candidate[:, None] + BEAMS, -1), 0)
+    filled_by = tl.max(tl.where(fills, candidate[:, None] + BEAMS, -1), 0)
     order_ptr = chosen_ptr + 2 * sentences * BEAMS + rows
-    tl.store(order_ptr + slot, tl.where(found >= 0, found, slot).to(tl.int64), mask=is_slot)
+    tl.store(order_ptr + slot, tl.where(filled_by >= 0, filled_by, slot).to(tl.int64), mask=is_slot)
     tl.store(
-        lengths_ptr + rows + slot, tl.where(found >= 0, tl.load(length), lengths), mask=is_slot
+        lengths_ptr + rows + slot, tl.where(filled_by >= 0, tl.load(length), lengths), mask=is_slot
     )
     count = tl.maximum(count, tl.max(tl.where(finishing_now, place, 0), 0))
     tl.store(counts_ptr + sentence, count)
@@ -302,7 +351,7 @@ def _choose_first_kernel(
     for i in range(BEAMS):
         lowest = tl.min(rank, 0)
         rank = tl.where(rank == lowest, 4 * BEAMS, rank)
-        at = mine + lowest % (2 * BEAMS)
+        at = first_candidate + lowest % (2 * BEAMS)
         tl.store(running_ptr + rows + i, tl.load(scores_ptr + at))
         tl.store(chosen_ptr + rows + i, tl.load(tokens_ptr + at))
         tl.store(chosen_ptr + sentences * BEAMS + rows + i, tl.load(beams_ptr + at))

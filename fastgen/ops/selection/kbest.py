@@ -1,12 +1,15 @@
 """The k best continuations of each sentence, over its beams and the vocabulary.
 
-On a GPU two kernels read the logits once (`ops.selection.kbest_kernels`); only the winners are ever normalised and no
-log-probability is written. On a CPU log-probabilities are written, as the pass over memory that this saves there costs
-less than the exponentials, and maxima of groups of tokens are ranked instead of the tokens; in C they are not written
-either, unless some are changed.
+On a GPU two kernels read the logits once (`ops.selection.kbest_kernels`). They normalise only the
+winners and write no log-probabilities.
 
-Source: Hoang et al. 2018 (Amun), section 2.2: bias, softmax and k-best fused; Wang et al. 2021 (LightSeq), section 2.2
-(hierarchical auto-regressive search): maxima of groups first, then an exact ranking of the survivors.
+On a CPU the torch path writes log-probabilities, because the pass over memory that this costs is
+cheaper than the exponentials. It ranks maxima of groups of tokens instead of the tokens. C writes
+no log-probabilities either, unless the call does more than ban tokens.
+
+Source: Hoang et al. 2018 (Amun), section 2.2: bias, softmax and k-best fused; Wang et al. 2021
+(LightSeq), section 2.2 (hierarchical auto-regressive search): maxima of groups first, then an exact
+ranking of the survivors.
 """
 
 import functools
@@ -32,21 +35,31 @@ from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.selection.token_mask import unpacked
 
 GROUP = 128
-"""Tokens per group on a CPU, about: at V = 5,000 to 50,000 maxima of 40 to 400 groups are ranked, not the tokens."""
+"""Approximate number of tokens per group on a CPU.
+
+At V = 5,000 to 50,000 this ranks the maxima of 40 to 400 groups instead of the tokens.
+"""
 
 SMALL = 256 * 1024
-"""Below this many log-probabilities in all, and a quarter of it per sentence, one `torch.topk` is faster on a CPU."""
+"""Upper limit of log-probabilities for which one `torch.topk` is faster on a CPU.
+
+It is faster below this number in all, if there are also fewer than a quarter of it per sentence.
+"""
 
 
 MOST_IN_C = 64
-"""Winners up to which C ranks: it keeps them in a sorted list."""
+"""Largest number of winners that C ranks; it keeps them in a sorted list."""
 
 
 class SparseUpdate(NamedTuple):
-    """Tokens whose log-probability p becomes p * factor + offset: a repetition penalty, a bias of some tokens.
+    """Tokens whose log-probability p becomes p * factor + offset.
 
-    tokens: (R, N) int64, different ones in each row; those outside the vocabulary stand for none.
-    factors, offsets: (R, N) fp32.
+    Examples are a repetition penalty and a bias of some tokens.
+
+    Attributes:
+        tokens: (R, N) int64, distinct within a row; ids outside the vocabulary are padding.
+        factors: (R, N) fp32.
+        offsets: (R, N) fp32.
     """
 
     tokens: Tensor
@@ -55,11 +68,13 @@ class SparseUpdate(NamedTuple):
 
 
 class LogitsUpdates(NamedTuple):
-    """What is done to the log-probabilities of few tokens of each of the R = B * M rows, in this order.
+    """Sparse updates of the log-probabilities of R = B * M rows, applied in this order.
 
-    changes: tokens that get another log-probability.
-    banned: (R, ceil(V / 32)) int32, a set of tokens for each row (`ops.selection.token_mask`) that become -inf.
-    forced: (R,) int64: the token that alone is left, with log-probability 0, or a negative number for none.
+    Attributes:
+        changes: tokens whose log-probability is replaced.
+        banned: (R, ceil(V / 32)) int32, a token mask (`ops.selection.token_mask`) of the tokens
+            that become -inf.
+        forced: (R,) int64, the only token that remains, with log-probability 0; negative for none.
     """
 
     changes: SparseUpdate | None = None
@@ -68,7 +83,13 @@ class LogitsUpdates(NamedTuple):
 
 
 class KBest(NamedTuple):
-    """values (B, k) descending, indices (B, k) int64 = beam * V + token, normalisers (B, M) or None."""
+    """The k best continuations of each sentence.
+
+    Attributes:
+        values: (B, k), descending.
+        indices: (B, k) int64, beam * V + token.
+        normalisers: (B, M), or None if not requested.
+    """
 
     values: Tensor
     indices: Tensor
@@ -88,18 +109,23 @@ def kbest_reference(
     normalisers: bool = False,
     without_nan: bool = False,
 ) -> KBest:
-    """Return the k best of log_softmax((logits + bias) / temperature), edited, plus scores over beams x vocabulary.
+    """Return the k best continuations of each sentence.
+
+    Top-k of log_softmax((logits + bias) / temperature), after the updates, plus scores, over beams
+    x vocabulary.
 
     Args:
         logits: (B, M, V) floating point, the last dimension contiguous. Not modified.
-        scores: (B, M) fp32, or fp64 with logits of that type: the running score of each beam, natural log.
+        scores: (B, M) fp32, or fp64 with fp64 logits: the running score of each beam, natural log.
         k: 1 <= k <= M * V.
+        updates: updates of the log-probabilities.
         bias: (V,), added to the logits of every row.
-        normalisers: return log(sum(exp((logits + bias) / temperature))) of every row too.
-        without_nan: log-probabilities that are NaN become -inf before the edits.
+        temperature: > 0, divides the logits.
+        normalisers: also return log(sum(exp((logits + bias) / temperature))) of every row.
+        without_nan: replace NaN log-probabilities by -inf before the updates.
     """
-    given = logits, scores.dtype, updates, bias, temperature, normalisers, without_nan
-    log_probs, sums = _log_probs(*given, normalised=log_softmax_reference)
+    args = logits, scores.dtype, updates, bias, temperature, normalisers, without_nan
+    log_probs, sums = _log_probs(*args, normalised=log_softmax_reference)
     return KBest(*best_of_log_probs_reference(log_probs, scores, k), sums)
 
 
@@ -114,7 +140,7 @@ def _log_probs(
     scratch: Tensor | None = None,
     normalised: Callable[..., Tensor] = log_softmax,
 ) -> tuple[Tensor, Tensor | None]:
-    """The edited log-probabilities (B, M, V), and the normalisers (B, M) where they are asked for."""
+    """Return the updated log-probabilities (B, M, V), and the normalisers (B, M) if requested."""
     b, m, v = logits.shape
     changes, banned, forced = updates
     rows = logits.flatten(0, 1).to(dtype)
@@ -151,22 +177,27 @@ def kbest(
     without_nan: bool = False,
     scratch: Tensor | None = None,
 ) -> KBest:
-    """Return the k best continuations of each sentence; arguments as `kbest_reference`, and one more.
+    """Return the k best continuations of each sentence.
 
     Args:
-        scratch: memory for the log-probabilities, of the logits' shape and the scores' dtype, contiguous; what is in it
-            is lost. Fresh memory costs more on a CPU than what is written to it. Kernels need none.
+        logits: as in `kbest_reference`, like the arguments up to `without_nan`.
+        scratch: memory for the log-probabilities, of the logits' shape and the scores' dtype,
+            contiguous. Its contents are overwritten. On a CPU, fresh memory costs more than writing
+            to it. Kernels need none.
 
-    Ties: the kernels put the lowest index first among equal logits of a row and equal values of a sentence; the
-    reference has the order of `torch.topk`. Candidates of -inf have any index.
-    Numerics: fp32 accumulation. Traffic: one read of the logits, and of a thirty-second as much for bans.
+    Ties: the kernels put the lowest index first among equal logits of a row and equal values of a
+    sentence. The reference has the order of `torch.topk`. Candidates of -inf have arbitrary
+    indices.
+    Numerics: fp32 accumulation. Traffic: one read of the logits, and of a thirty-second as much for
+    bans.
 
     Raises:
-        ValueError: on shapes, dtypes or a k that do not fit; the message holds them.
+        ValueError: the shapes, dtypes or k do not fit; the message holds them.
     """
     if logits.dim() != 3 or scores.shape != logits.shape[:2]:
         raise ValueError(
-            f"logits {tuple(logits.shape)} must be (B, M, V) and scores {tuple(scores.shape)} (B, M)"
+            f"logits {tuple(logits.shape)} must be (B, M, V) and scores {tuple(scores.shape)} "
+            "(B, M)"
         )
     b, m, v = logits.shape
     changes, banned, forced = updates
@@ -194,31 +225,39 @@ def kbest(
     ):
         found = f"scratch {tuple(scratch.shape)} in {scratch.dtype}"
         raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
-    able = lambda: _covered(logits, scores, k, 0 if changes is None else changes.tokens.shape[1])
-    in_c_too = lambda: (
+    able = lambda: _covered(  # noqa: E731
+        logits, scores, k, 0 if changes is None else changes.tokens.shape[1]
+    )
+    able_in_c = lambda: (  # noqa: E731
         _covered_in_c(logits, scores, k)
         and (banned is None or in_memory(banned, dtype=torch.int32))
     )
-    by = chosen("kbest", able, in_c_too, logits, scores, bias, banned, forced)
-    if by is TRITON:
+    backend = chosen("kbest", able, able_in_c, logits, scores, bias, banned, forced)
+    if backend is TRITON:
         best = kernels.run(
             logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan
         )
         return KBest(best[0], best[1], best[2] if normalisers else None)
-    if in_c(by) and changes is forced is bias is None and temperature == 1.0 and not normalisers:
-        found = native.k_best(by, logits, scores, k, normalised=False, banned=banned)
+    if (
+        in_c(backend)
+        and changes is forced is bias is None
+        and temperature == 1.0
+        and not normalisers
+    ):
+        found = native.k_best(backend, logits, scores, k, normalised=False, banned=banned)
         if found is not None:
             return KBest(*found, None)
     log_probs, sums = _log_probs(
         logits, scores.dtype, updates, bias, temperature, normalisers, without_nan, scratch
     )
-    return KBest(*_ranked(by, log_probs, scores, k), sums)
+    return KBest(*_ranked(backend, log_probs, scores, k), sums)
 
 
 def fused(logits: Tensor, k: int, bans_alone: bool) -> bool:
-    """Whether `kbest` finds the k best of logits (B, M, V) without log-probabilities being written.
+    """Return whether `kbest` ranks logits (B, M, V) without writing log-probabilities.
 
-    bans_alone: whether edits, if there are any, do nothing but to ban tokens.
+    Args:
+        bans_alone: whether the updates, if any, only ban tokens.
     """
     if runs_kernels(logits):
         return True
@@ -226,35 +265,39 @@ def fused(logits: Tensor, k: int, bans_alone: bool) -> bool:
 
 
 def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return values (B, k) descending and indices (B, k) of the k best of log_probs (B, M, V) + scores (B, M).
+    """Return the k best of log_probs (B, M, V) + scores (B, M).
 
-    On a CPU equal values come in the order that `torch.topk` gives them, elsewhere as `kbest` has them.
+    On a CPU, equal values have the order of `torch.topk`; elsewhere they have that of `kbest`.
 
+    Returns:
+        values (B, k), descending; indices (B, k) int64 = beam * V + token.
     Raises:
-        ValueError: on a wrong rank; the message holds the shapes.
-        RuntimeError: k is larger than M * V, from `torch.topk`.
+        ValueError: a wrong rank; the message holds the shapes.
+        RuntimeError: k is larger than M * V; raised by `torch.topk`.
     """
     if log_probs.dim() != 3 or scores.shape != log_probs.shape[:2]:
         raise ValueError(
-            f"log_probs {tuple(log_probs.shape)} must be (B, M, V) and scores {tuple(scores.shape)} (B, M)"
+            f"log_probs {tuple(log_probs.shape)} must be (B, M, V) and scores "
+            f"{tuple(scores.shape)} (B, M)"
         )
     _, m, v = log_probs.shape
-    able = lambda: 1 <= k <= m * v and _covered(log_probs, scores, k)
-    by = chosen("kbest", able, lambda: _covered_in_c(log_probs, scores, k), log_probs, scores)
-    if by is TRITON:
+    able = lambda: 1 <= k <= m * v and _covered(log_probs, scores, k)  # noqa: E731
+    backend = chosen("kbest", able, lambda: _covered_in_c(log_probs, scores, k), log_probs, scores)
+    if backend is TRITON:
         return kernels.run(log_probs, scores, k, normalised=True)[:2]
-    return _ranked(by, log_probs, scores, k)
+    return _ranked(backend, log_probs, scores, k)
 
 
 def best_of_log_probs_reference(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return what `best_of_log_probs` does, by one `torch.topk`."""
+    """Return the result of `best_of_log_probs`, by one `torch.topk`."""
     return torch.topk((log_probs + scores[:, :, None]).flatten(1), k)
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the token (R,) int64 with the highest logit of each row of logits (R, V); ties: the lowest.
+    """Return the token (R,) int64 with the highest logit of each row of logits (R, V).
 
-    No probability is computed (Hoang et al. 2018, algorithm 5). Traffic: one read of the logits. Of NaN, the first.
+    Of equal logits the lowest token wins; in a row with NaN, the first NaN. No probability is
+    computed (Hoang et al. 2018, algorithm 5). Traffic: one read of the logits.
     """
     if use_triton(
         "argmax", lambda: logits.dtype != torch.float64 and logits.stride(-1) == 1, logits
@@ -264,11 +307,14 @@ def argmax(logits: Tensor) -> Tensor:
         return torch.argmax(logits, -1)
     if logits.numel() >= SMALL and logits.shape[1] >= 2 * GROUP:
         return _argmax_in_groups(logits)
-    return logits.max(-1).indices  # the same, and two to three times as fast there
+    return logits.max(-1).indices  # equals torch.argmax, and is two to three times as fast on a CPU
 
 
 def _argmax_in_groups(logits: Tensor) -> Tensor:
-    """The first group with the highest maximum is read again: `amax` alone is vectorised on a CPU."""
+    """Find the group with the highest maximum, then read that group again.
+
+    On a CPU only `amax` without indices is vectorised.
+    """
     v = logits.shape[1]
     end = v // GROUP * GROUP
     maxima = logits[:, :end].unflatten(1, (-1, GROUP)).amax(2)
@@ -284,7 +330,7 @@ def _argmax_in_groups(logits: Tensor) -> Tensor:
 
 
 def _covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:
-    """Whether the kernels cover the case."""
+    """Whether the kernels cover these shapes and dtypes."""
     return (
         logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and scores.dtype == torch.float32
@@ -294,7 +340,7 @@ def _covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:
 
 
 def _covered_in_c(logits: Tensor, scores: Tensor, k: int) -> bool:
-    """Whether C ranks what comes of these logits."""
+    """Whether C can rank the candidates of these logits."""
     return (
         plain(logits, scores)
         and logits.stride(2) == 1
@@ -306,53 +352,61 @@ def _covered_in_c(logits: Tensor, scores: Tensor, k: int) -> bool:
 def _ranked(
     by: "native.Library | str", log_probs: Tensor, scores: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """Rank log-probabilities in C, where `by` says so, else in torch; where values are equal, by `torch.topk`."""
-    if in_c(by) and plain(log_probs):  # which a bias may have changed
-        found = native.k_best(by, log_probs, scores, k, normalised=True)
-        return found or best_of_log_probs_reference(log_probs, scores, k)
+    """Rank log-probabilities in C if `by` is a library, else in torch; ties by `torch.topk`."""
+    if in_c(by) and plain(log_probs):  # `_covered_in_c` did not look at the bias
+        best = native.k_best(by, log_probs, scores, k, normalised=True)
+        return best or best_of_log_probs_reference(log_probs, scores, k)
     return _ranked_in_groups(log_probs, scores, k)
 
 
 def _ranked_in_groups(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Rank log-probabilities in torch.
 
-    On a CPU the rows are not sorted: the maxima of groups of about `GROUP` tokens are ranked, the k groups that can
-    hold a winner are gathered, and their tokens ranked exactly. Rounding of the sum is monotone, so that the maximum of
-    a group keeps its rank after the score is added. When any two of the k + 1 best values are equal, or one is NaN,
-    `torch.topk` decides.
+    On a CPU this does not sort the rows. It ranks the maxima of groups of about `GROUP` tokens,
+    gathers the k + 1 best groups, and ranks their tokens exactly. Rounding of the sum is monotone,
+    so the maximum of a group keeps its rank after the score is added. If any two of the k + 1 best
+    values are equal, or one is NaN, `torch.topk` decides.
     """
     _, m, v = log_probs.shape
     size = _group_size(v, GROUP)
-    whole = v // size  # full groups; the rest of the vocabulary, if any, is ranked in full
+    groups = v // size  # full groups; the remaining tokens, if any, are all ranked
     if (
         log_probs.device.type != "cpu"
-        or whole * m < 4 * k
+        or groups * m < 4 * k
         or max(log_probs.numel(), 4 * m * v) < SMALL
     ):
         return best_of_log_probs_reference(log_probs, scores, k)
-    wanted, end = k + 1, whole * size
-    grouped = log_probs[:, :, :end].unflatten(2, (whole, size))
+    count, end = k + 1, groups * size
+    grouped = log_probs[:, :, :end].unflatten(2, (groups, size))
     maxima = grouped.amax(3).add_(scores[:, :, None])
-    best = maxima.flatten(1).topk(wanted, sorted=False).indices  # of the groups of all beams
-    beam = best // whole
+    best = maxima.flatten(1).topk(count, sorted=False).indices  # of the groups of all beams
+    beam = best // groups
     values = _groups_at(grouped, best, beam).add_(scores.gather(1, beam)[:, :, None]).flatten(1)
     if end < v:
         values = torch.cat([values, (log_probs[:, :, end:] + scores[:, :, None]).flatten(1)], 1)
-    top, where = values.topk(wanted)
+    top, position = values.topk(count)
     if not bool((top[:, 1:] < top[:, :-1]).all()):  # equal values, or NaN
         return best_of_log_probs_reference(log_probs, scores, k)
-    where = where[:, :k]
+    position = position[:, :k]
     if end == v:
-        return top[:, :k], best.gather(1, where // size).mul_(size).add_(where % size)
-    slot = where.clamp(max=wanted * size - 1)
+        return top[:, :k], best.gather(1, position // size).mul_(size).add_(position % size)
+    slot = position.clamp(max=count * size - 1)
     first = best * size + beam * (v - end)  # the index of a group's first token
-    beyond = where - wanted * size
-    in_rest = beyond // (v - end) * v + end + beyond % (v - end)
-    return top[:, :k], torch.where(beyond < 0, first.gather(1, slot // size) + slot % size, in_rest)
+    rest = position - count * size
+    in_rest = rest // (v - end) * v + end + rest % (v - end)
+    return top[:, :k], torch.where(rest < 0, first.gather(1, slot // size) + slot % size, in_rest)
 
 
 def _groups_at(grouped: Tensor, which: Tensor, beam: Tensor) -> Tensor:
-    """grouped (B, M, G, W) at some (B, K) of the M * G groups of each sentence, (B, K, W); beam: which // G."""
+    """Gather groups of each sentence.
+
+    Args:
+        grouped: (B, M, G, W).
+        which: (B, K), indices into the M * G groups of each sentence.
+        beam: which // G.
+    Returns:
+        (B, K, W).
+    """
     b, m, count, width = grouped.shape
     sentence = torch.arange(b, device=grouped.device, dtype=torch.int64)[:, None]
     if not grouped.is_contiguous():
@@ -363,9 +417,10 @@ def _groups_at(grouped: Tensor, which: Tensor, beam: Tensor) -> Tensor:
 
 @functools.cache
 def _group_size(vocabulary: int, near: int) -> int:
-    """A divisor of the vocabulary from half to twice `near`, the nearest one, or `near` itself where there is none.
+    """Return the divisor of the vocabulary nearest to `near`, from half to twice as large.
 
-    A multiple of four: maxima of 100 tokens take a third of the time that those of 125 take.
+    Only multiples of four count: maxima of 100 tokens take a third of the time of 125 tokens.
+    Without such a divisor, the result is `near` itself.
     """
     sizes = range(-(-near // 8) * 4, 2 * near + 1, 4)
     return min(

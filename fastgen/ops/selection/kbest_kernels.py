@@ -1,22 +1,29 @@
-"""The kernels behind `ops.selection.kbest`: two strategies that read the logits once and normalise only winners.
+"""The kernels of `ops.selection.kbest`: two strategies that read the logits once.
 
-*Groups* (hierarchical auto-regressive search). Programs of the first kernel take a row and a part of the vocabulary
-each, and write the highest logit of every group of 32 or more tokens, with the maximum and the sum of exponentials that
-the row's normaliser is made of. The second, a program per sentence, picks the k groups with the highest tokens and
-ranks those groups' tokens: whoever is among the k best has fewer than k groups ahead of its own.
+Both normalise only the winners.
 
-*Peeling*. The first kernel keeps the k best of each part itself, by k maxima of the part; the second merges them.
+*Groups* (hierarchical auto-regressive search). Each program of the first kernel takes a row and a
+part of the vocabulary. It writes the highest logit of every group of 32 or more tokens, and the
+maximum and the sum of exponentials for the row's normaliser. The second kernel, one program per
+sentence, picks the k groups with the highest maxima and ranks their tokens. This is exact: a token
+among the k best has fewer than k groups ranked before its own.
 
-Predicted for an H200, 128 rows of 50,264 fp32 logits (25.7 MB, 6.4 us at 4 TB/s), by instructions and not yet measured:
-one maximum over a part of 4,096 tokens costs some 200 instructions of each of its 4 warps, 1.4 us for the whole table,
-so that peeling adds 1.4 us for each of the k; group maxima add 2.2 us once, and the choice of groups, over 8,192 of
-them by one program per sentence, 0.3 us for each of the k. Hence peeling up to `PEELED`, groups beyond.
+*Peeling*. The first kernel finds the k best of each part itself, by taking the maximum of the part
+k times; the second kernel merges them.
 
-Sparse edits ride along: banned tokens take no part in the choice but do in the normaliser, changed ones enter the
-second kernel with their new value. A candidate is one int64: the value's bits in an order that integers have too, then
-the token, the lowest first. So a reduction ranks values and settles ties at once.
+Predicted from instruction counts, not yet measured, for an H200 and 128 rows of 50,264 fp32 logits
+(25.7 MB, 6.4 us at 4 TB/s): one maximum over a part of 4,096 tokens costs some 200 instructions of
+each of its 4 warps, 1.4 us for the whole table. Peeling therefore adds 1.4 us for each of the k.
+Group maxima add 2.2 us once. The choice of groups, over 8,192 of them by one program per sentence,
+adds 0.3 us for each of the k. Hence k up to `PEELED` is peeled, and groups are used beyond.
 
-Sources: Wang et al. 2021 (LightSeq), section 2.2 (groups); Hoang et al. 2018 (Amun), section 2.2 (fusion).
+The kernels apply sparse updates too. Banned tokens are excluded from the choice but count in the
+normaliser. Changed tokens enter the second kernel with their new value. A candidate is one int64:
+the value's bits, mapped to an order that integers share, then the inverted token. One reduction
+therefore ranks values and puts the lowest token first among ties.
+
+Sources: Wang et al. 2021 (LightSeq), section 2.2 (groups); Hoang et al. 2018 (Amun), section 2.2
+(fusion).
 """
 
 import torch
@@ -26,23 +33,30 @@ from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, power_of_two, tl
 from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
 
 PART = 4096
-"""Tokens per program of the first kernel, all in registers; fewer where rows are few, so that programs are not."""
+"""Tokens per program of the first kernel, all in registers.
+
+With few rows a program takes fewer tokens, so that there are enough programs.
+"""
 
 PROGRAMS = 264
-"""Programs of the first kernel that are enough: two for each of an H200's multiprocessors."""
+"""Sufficient number of programs of the first kernel: two per multiprocessor of an H200."""
 
 MOST = 16 * 1024
-"""Candidates of each kind that a program of the second kernel holds at most."""
+"""Largest number of candidates of each kind that a program of the second kernel holds."""
 
 PEELED = 2
-"""The largest k for which peeling is the faster one."""
+"""Largest k for which peeling is faster."""
 
 Changed = tuple[Tensor, Tensor, Tensor]
 """Tokens (R, N) int64, their factors and offsets (R, N) fp32."""
 
 
 def group_size(beams: int, vocabulary: int, k: int, changed: int = 0) -> int | None:
-    """Tokens per group for this shape; 0 says to peel, None that no kernel covers it."""
+    """Return the tokens per group for this shape.
+
+    Returns:
+        0 for peeling; None if no kernel covers the shape.
+    """
     if power_of_two(beams) * power_of_two(changed or 1) > MOST:
         return None
     part = _peeled_part(k)
@@ -75,12 +89,17 @@ def run(
     without_nan: bool = False,
     group: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return values, indices and normalisers as `kbest` does; arguments as there.
+    """Return values, indices and normalisers as `kbest` does; further arguments as there.
 
     Args:
-        normalised: `logits` are log-probabilities already.
-        without_nan: NaN becomes -inf.
-        group: as `group_size` returns it, which is asked where it is None.
+        changes: updates of single tokens.
+        banned: a token mask.
+        forced: the forced token of each row, or a negative number.
+        normalised: whether `logits` are log-probabilities already.
+        without_nan: whether NaN becomes -inf.
+        group: a result of `group_size`; None to compute it.
+    Returns:
+        values (B, k) fp32, indices (B, k) int64, normalisers (B, M) fp32 or None if `normalised`.
     """
     b, m, v = logits.shape
     count = 0 if changes is None else changes[0].shape[1]
@@ -88,10 +107,10 @@ def run(
         group = group_size(m, v, k, count)
         assert group is not None, "a shape that no kernel covers"
     rows, device = logits.flatten(0, 1), logits.device
-    taken_out = banned
-    if changes is not None:  # they take no part in the first choice; the second kernel sees them
+    excluded = banned
+    if changes is not None:  # the first kernel skips changed tokens; the second adds them
         changed = add_tokens_(empty_mask(b * m, v, device), changes[0], v)
-        taken_out = changed if banned is None else banned | changed
+        excluded = changed if banned is None else banned | changed
     block = min(PART if group else _peeled_part(k), max(32, power_of_two(v)))
     if group:
         block = max(block, group)
@@ -99,22 +118,22 @@ def run(
             block //= 2
     parts = cdiv(v, block)
     highest, sums = torch.empty(2, b * m, parts, dtype=torch.float32, device=device)
-    given = rows, rows if bias is None else bias, rows if taken_out is None else taken_out
-    strides = rows.stride(0), 0 if taken_out is None else taken_out.stride(0)
-    flags = {"BIAS": bias is not None, "BANNED": taken_out is not None, "SUMMED": not normalised}
+    inputs = rows, rows if bias is None else bias, rows if excluded is None else excluded
+    strides = rows.stride(0), 0 if excluded is None else excluded.stride(0)
+    flags = {"BIAS": bias is not None, "BANNED": excluded is not None, "SUMMED": not normalised}
     if group:
         kept, groups = 0, cdiv(v, group)
         found = torch.empty(b * m, groups, dtype=torch.int32, device=device)
         launch(
-            _group_kernel, (b * m, parts), *given, found, highest, sums, v, groups, *strides, 1.0 / temperature,
-            GROUP=group, BLOCK=block, **flags,
+            _group_kernel, (b * m, parts), *inputs, found, highest, sums, v, groups, *strides,
+            1.0 / temperature, GROUP=group, BLOCK=block, **flags,
         )  # fmt: skip
     else:
         kept, groups = min(k, block), 0
         found = torch.empty(b * m, parts, kept, dtype=torch.int64, device=device)
         launch(
-            _part_kernel, (b * m, parts), *given, found, highest, sums, v, *strides, 1.0 / temperature, KEPT=kept,
-            BLOCK=block, **flags,
+            _part_kernel, (b * m, parts), *inputs, found, highest, sums, v, *strides,
+            1.0 / temperature, KEPT=kept, BLOCK=block, **flags,
         )  # fmt: skip
     values = torch.empty(b, k, dtype=torch.float32, device=device)
     indices = torch.empty(b, k, dtype=torch.int64, device=device)
@@ -124,25 +143,27 @@ def run(
     beams = power_of_two(m)
     tile = beams * power_of_two(max(groups, parts * kept, count))
     launch(
-        _merge_kernel, (b,), *given, rows if banned is None else banned, scores.contiguous(), found, highest, sums,
-        *(t.contiguous() for t in new), forced, values, indices, normalisers, m, v, parts, groups, count, *strides,
-        0 if banned is None else banned.stride(0), 1.0 / temperature, K=k, KEPT=kept, GROUP=group,
-        SLOTS=power_of_two(k), BEAMS=beams, PARTS=power_of_two(parts),
-        CANDIDATES=power_of_two(groups if group else parts * kept), CHANGES=power_of_two(count) if count else 0,
-        BIAS=bias is not None, TAKEN_OUT=taken_out is not None, BANNED=banned is not None, FORCED=forces,
-        SUMMED=not normalised, WITHOUT_NAN=without_nan, num_warps=4 if tile <= 1024 else 8 if tile <= 4096 else 16,
+        _merge_kernel, (b,), *inputs, rows if banned is None else banned, scores.contiguous(),
+        found, highest, sums, *(t.contiguous() for t in new), forced, values, indices, normalisers,
+        m, v, parts, groups, count, *strides, 0 if banned is None else banned.stride(0),
+        1.0 / temperature, K=k, KEPT=kept, GROUP=group, SLOTS=power_of_two(k), BEAMS=beams,
+        PARTS=power_of_two(parts), CANDIDATES=power_of_two(groups if group else parts * kept),
+        CHANGES=power_of_two(count) if count else 0, BIAS=bias is not None,
+        TAKEN_OUT=excluded is not None, BANNED=banned is not None, FORCED=forces,
+        SUMMED=not normalised, WITHOUT_NAN=without_nan,
+        num_warps=4 if tile <= 1024 else 8 if tile <= 4096 else 16,
     )  # fmt: skip
     return values, indices, None if normalised else normalisers
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Return the highest token (R,) of each row of logits (R, V); ties: the lowest."""
+    """Return the token (R,) int64 with the highest logit of each row (R, V); ties: the lowest."""
     rows, v = logits.shape
     parts = cdiv(v, PART)
     keys = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
     launch(
-        _part_kernel, (rows, parts), logits, logits, logits, keys, keys, keys, v, logits.stride(0), 0, 1.0, KEPT=1,
-        BLOCK=min(PART, power_of_two(v)), BIAS=False, BANNED=False, SUMMED=False,
+        _part_kernel, (rows, parts), logits, logits, logits, keys, keys, keys, v, logits.stride(0),
+        0, 1.0, KEPT=1, BLOCK=min(PART, power_of_two(v)), BIAS=False, BANNED=False, SUMMED=False,
     )  # fmt: skip
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     launch(_highest_kernel, (rows,), keys, tokens, parts, PARTS=power_of_two(parts), num_warps=1)
@@ -151,7 +172,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 @jit("parts")
 def _highest_kernel(keys_ptr, tokens_ptr, parts, PARTS: constexpr):
-    """The token of a row's highest key, of those of its parts."""
+    """Reduce the keys of a row's parts to the token of the highest key."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
     keys = tl.load(keys_ptr + row * parts + part, mask=part < parts, other=-0x7FFFFFFFFFFFFFFF)
     tl.store(tokens_ptr + row, index_of(tl.max(keys, 0)).to(tl.int64))
@@ -159,8 +180,8 @@ def _highest_kernel(keys_ptr, tokens_ptr, parts, PARTS: constexpr):
 
 @jit()
 def _ordered(value):
-    """Floating-point numbers as int32 of the same order; NaN comes first of all."""
-    bits = (value + 0.0).to(tl.int32, bitcast=True)  # + 0: both zeros are equal
+    """Map floating-point numbers to int32 of the same order; NaN is the highest."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # + 0.0 turns -0.0 into 0.0
     bits = tl.where(value != value, 0x7FC00000, bits)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -172,7 +193,7 @@ def _unordered(ordered):
 
 @jit()
 def key_of(value, index):
-    """(value, index) as an int64 that sorts by the value, then by the lowest index."""
+    """Pack (value, index) into an int64 that sorts by the value, then by the lowest index."""
     return (_ordered(value).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 
@@ -188,7 +209,7 @@ def index_of(key):
 
 @jit()
 def _tempered(logits_ptr, bias_ptr, token, inside, sharpness, BIAS: constexpr):
-    """Logits of a row, biased and tempered; -inf where there are none."""
+    """Load logits of a row, with bias and temperature applied; -inf outside."""
     value = tl.load(logits_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
     if BIAS:
         value += tl.load(bias_ptr + token, mask=inside, other=0.0).to(tl.float32)
@@ -197,17 +218,20 @@ def _tempered(logits_ptr, bias_ptr, token, inside, sharpness, BIAS: constexpr):
 
 @jit()
 def _has(mask_ptr, token, inside):
-    """Whether a token mask's row has these tokens."""
+    """Return which tokens are set in a row of a token mask."""
     words = tl.load(mask_ptr + token // 32, mask=inside, other=0)
     return (words >> (token % 32).to(tl.int32)) & 1 != 0
 
 
 @jit()
 def _of_part(
-    logits_ptr, bias_ptr, banned_ptr, highest_ptr, sum_ptr, token, inside, sharpness, BIAS: constexpr,
-    BANNED: constexpr, SUMMED: constexpr,
+    logits_ptr, bias_ptr, banned_ptr, highest_ptr, sum_ptr, token, inside, sharpness,
+    BIAS: constexpr, BANNED: constexpr, SUMMED: constexpr,
 ):  # fmt: skip
-    """Logits of a part of a row, those banned -inf; its share in the row's normaliser is stored."""
+    """Load the logits of a part of a row, with banned tokens at -inf.
+
+    Stores the part's share of the row's normaliser, which includes banned tokens.
+    """
     value = _tempered(logits_ptr, bias_ptr, token, inside, sharpness, BIAS)
     if SUMMED:
         highest = tl.max(value)
@@ -220,17 +244,18 @@ def _of_part(
 
 @jit()
 def _part_kernel(
-    logits_ptr, bias_ptr, banned_ptr, keys_ptr, highest_ptr, sum_ptr, vocabulary, row_stride, banned_stride, sharpness,
-    KEPT: constexpr, BLOCK: constexpr, BIAS: constexpr, BANNED: constexpr, SUMMED: constexpr,
+    logits_ptr, bias_ptr, banned_ptr, keys_ptr, highest_ptr, sum_ptr, vocabulary, row_stride,
+    banned_stride, sharpness, KEPT: constexpr, BLOCK: constexpr, BIAS: constexpr, BANNED: constexpr,
+    SUMMED: constexpr,
 ):  # fmt: skip
-    """Peeling: the k best of one part of one row, and what its normaliser needs."""
+    """Peeling: find the k best of one part of one row, and its share of the normaliser."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
     at = row * tl.num_programs(1) + part
     value = _of_part(
-        logits_ptr + row * row_stride, bias_ptr, banned_ptr + row * banned_stride, highest_ptr + at, sum_ptr + at,
-        token, inside, sharpness, BIAS, BANNED, SUMMED,
+        logits_ptr + row * row_stride, bias_ptr, banned_ptr + row * banned_stride, highest_ptr + at,
+        sum_ptr + at, token, inside, sharpness, BIAS, BANNED, SUMMED,
     )  # fmt: skip
     lowest = tl.full([BLOCK], -0x7FFFFFFFFFFFFFFF, tl.int64)
     key = tl.where(inside, key_of(value, token), lowest)
@@ -242,18 +267,22 @@ def _part_kernel(
 
 @jit("groups")
 def _group_kernel(
-    logits_ptr, bias_ptr, banned_ptr, maxima_ptr, highest_ptr, sum_ptr, vocabulary, groups, row_stride, banned_stride,
-    sharpness, GROUP: constexpr, BLOCK: constexpr, BIAS: constexpr, BANNED: constexpr, SUMMED: constexpr,
+    logits_ptr, bias_ptr, banned_ptr, maxima_ptr, highest_ptr, sum_ptr, vocabulary, groups,
+    row_stride, banned_stride, sharpness, GROUP: constexpr, BLOCK: constexpr, BIAS: constexpr,
+    BANNED: constexpr, SUMMED: constexpr,
 ):  # fmt: skip
-    """Groups: the highest value of each group of one part of one row, and what its normaliser needs."""
+    """Groups: find the highest value of each group of one part of one row.
+
+    Also stores the part's share of the normaliser.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = token < vocabulary
     at = row * tl.num_programs(1) + part
     value = _of_part(
-        logits_ptr + row * row_stride, bias_ptr, banned_ptr + row * banned_stride, highest_ptr + at, sum_ptr + at,
-        token, inside, sharpness, BIAS, BANNED, SUMMED,
+        logits_ptr + row * row_stride, bias_ptr, banned_ptr + row * banned_stride, highest_ptr + at,
+        sum_ptr + at, token, inside, sharpness, BIAS, BANNED, SUMMED,
     )  # fmt: skip
     maxima = tl.max(tl.where(inside, _ordered(value), -0x7FFFFFFF), 1)
     tl.store(maxima_ptr + row * groups + group, maxima, mask=group < groups)
@@ -261,13 +290,13 @@ def _group_kernel(
 
 @jit()
 def _of_beam(values, beam, of):
-    """values (BEAMS,) at the beams `of` (SLOTS,)."""
+    """Gather values (BEAMS,) at the beams `of` (SLOTS,)."""
     return tl.sum(tl.where(of[:, None] == beam[None, :], values[None, :], 0.0), 1)
 
 
 @jit()
 def _normalised(value, top, rest, WITHOUT_NAN: constexpr):
-    """Log-probabilities of logits, whose row's normaliser is top + rest."""
+    """Turn logits into log-probabilities; the row's normaliser is top + rest."""
     value = (value - top) - rest
     if WITHOUT_NAN:
         value = tl.where(value != value, float("-inf"), value)
@@ -276,13 +305,18 @@ def _normalised(value, top, rest, WITHOUT_NAN: constexpr):
 
 @jit("beams", "parts", "groups", "changes")
 def _merge_kernel(
-    logits_ptr, bias_ptr, taken_out_ptr, banned_ptr, scores_ptr, found_ptr, highest_ptr, sum_ptr, tokens_ptr,
-    factors_ptr, offsets_ptr, forced_ptr, values_ptr, indices_ptr, normalisers_ptr, beams, vocabulary, parts, groups,
-    changes, row_stride, taken_out_stride, banned_stride, sharpness, K: constexpr, KEPT: constexpr, GROUP: constexpr,
-    SLOTS: constexpr, BEAMS: constexpr, PARTS: constexpr, CANDIDATES: constexpr, CHANGES: constexpr, BIAS: constexpr,
-    TAKEN_OUT: constexpr, BANNED: constexpr, FORCED: constexpr, SUMMED: constexpr, WITHOUT_NAN: constexpr,
+    logits_ptr, bias_ptr, taken_out_ptr, banned_ptr, scores_ptr, found_ptr, highest_ptr, sum_ptr,
+    tokens_ptr, factors_ptr, offsets_ptr, forced_ptr, values_ptr, indices_ptr, normalisers_ptr,
+    beams, vocabulary, parts, groups, changes, row_stride, taken_out_stride, banned_stride,
+    sharpness, K: constexpr, KEPT: constexpr, GROUP: constexpr, SLOTS: constexpr, BEAMS: constexpr,
+    PARTS: constexpr, CANDIDATES: constexpr, CHANGES: constexpr, BIAS: constexpr,
+    TAKEN_OUT: constexpr, BANNED: constexpr, FORCED: constexpr, SUMMED: constexpr,
+    WITHOUT_NAN: constexpr,
 ):  # fmt: skip
-    """The k best of one sentence: of what the first kernel found, of changed tokens and of forced ones."""
+    """Rank the k best of one sentence.
+
+    Candidates come from the first kernel, from changed tokens and from forced tokens.
+    """
     sentence = tl.program_id(0).to(tl.int64)
     beam = tl.arange(0, BEAMS)
     row, is_beam = sentence * beams + beam, beam < beams
@@ -291,9 +325,9 @@ def _merge_kernel(
     if SUMMED:
         part = tl.arange(0, PARTS)
         at = row[:, None] * parts + part[None, :]
-        there = is_beam[:, None] & (part < parts)[None, :]
-        highest = tl.load(highest_ptr + at, mask=there, other=float("-inf"))
-        sums = tl.load(sum_ptr + at, mask=there, other=0.0)
+        valid = is_beam[:, None] & (part < parts)[None, :]
+        highest = tl.load(highest_ptr + at, mask=valid, other=float("-inf"))
+        sums = tl.load(sum_ptr + at, mask=valid, other=0.0)
         top = tl.max(highest, 1)
         top = tl.where(top == float("-inf"), 0.0, top)
         rest = tl.log(tl.where(is_beam, tl.sum(sums * tl.exp(highest - top[:, None]), 1), 1.0))
@@ -305,14 +339,14 @@ def _merge_kernel(
     lowest = tl.full([BEAMS, CANDIDATES], -0x7FFFFFFFFFFFFFFF, tl.int64)
     candidate = tl.arange(0, CANDIDATES)
     if GROUP:
-        there = is_beam[:, None] & (candidate < groups)[None, :]
+        valid = is_beam[:, None] & (candidate < groups)[None, :]
         at = row[:, None] * groups + candidate[None, :]
-        value = _unordered(tl.load(found_ptr + at, mask=there, other=0))
+        value = _unordered(tl.load(found_ptr + at, mask=valid, other=0))
         value = _normalised(value, top[:, None], rest[:, None], WITHOUT_NAN)
         if FORCED:
             value = tl.where((forced >= 0)[:, None], float("-inf"), value)
         group_key = tl.where(
-            there,
+            valid,
             key_of(value + score[:, None], beam[:, None] * groups + candidate[None, :]),
             lowest,
         )
@@ -324,12 +358,12 @@ def _merge_kernel(
             group_key = tl.where(group_key == best, lowest, group_key)
         of = tl.where(chosen >= 0, chosen // groups, 0)
         token = (chosen - of * groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        there = (chosen >= 0)[:, None] & (token < vocabulary)
+        valid = (chosen >= 0)[:, None] & (token < vocabulary)
         row_of = (sentence * beams + of)[:, None]
-        value = _tempered(logits_ptr + row_of * row_stride, bias_ptr, token, there, sharpness, BIAS)
+        value = _tempered(logits_ptr + row_of * row_stride, bias_ptr, token, valid, sharpness, BIAS)
         if TAKEN_OUT:
             value = tl.where(
-                _has(taken_out_ptr + row_of * taken_out_stride, token, there), float("-inf"), value
+                _has(taken_out_ptr + row_of * taken_out_stride, token, valid), float("-inf"), value
             )
         value = _normalised(
             value, _of_beam(top, beam, of)[:, None], _of_beam(rest, beam, of)[:, None], WITHOUT_NAN
@@ -339,18 +373,18 @@ def _merge_kernel(
                 (_of_beam(forced.to(tl.float32), beam, of) >= 0)[:, None], float("-inf"), value
             )
         value += _of_beam(score, beam, of)[:, None]
-        key = tl.where(there, key_of(value, of[:, None] * vocabulary + token), -0x7FFFFFFFFFFFFFFF)
+        key = tl.where(valid, key_of(value, of[:, None] * vocabulary + token), -0x7FFFFFFFFFFFFFFF)
     else:
-        there = is_beam[:, None] & (candidate < parts * KEPT)[None, :]
+        valid = is_beam[:, None] & (candidate < parts * KEPT)[None, :]
         kept = tl.load(
-            found_ptr + row[:, None] * (parts * KEPT) + candidate[None, :], mask=there, other=0
+            found_ptr + row[:, None] * (parts * KEPT) + candidate[None, :], mask=valid, other=0
         )
-        there = there & (kept != -0x7FFFFFFFFFFFFFFF)  # a part with fewer tokens than are kept
+        valid = valid & (kept != -0x7FFFFFFFFFFFFFFF)  # a part may have fewer tokens than KEPT
         value = _normalised(value_of(kept), top[:, None], rest[:, None], WITHOUT_NAN)
         if FORCED:
             value = tl.where((forced >= 0)[:, None], float("-inf"), value)
         key = tl.where(
-            there,
+            valid,
             key_of(value + score[:, None], beam[:, None] * vocabulary + index_of(kept)),
             lowest,
         )
@@ -362,24 +396,26 @@ def _merge_kernel(
     changed = best_forced
     if CHANGES:
         change = tl.arange(0, CHANGES)
-        given = is_beam[:, None] & (change < changes)[None, :]
-        where = row[:, None] * changes + change[None, :]
-        tokens = tl.load(tokens_ptr + where, mask=given, other=-1)
-        given = given & (tokens >= 0) & (tokens < vocabulary)
+        is_change = is_beam[:, None] & (change < changes)[None, :]
+        change_offset = row[:, None] * changes + change[None, :]
+        tokens = tl.load(tokens_ptr + change_offset, mask=is_change, other=-1)
+        is_change = is_change & (tokens >= 0) & (tokens < vocabulary)
         new = _tempered(
-            logits_ptr + row[:, None] * row_stride, bias_ptr, tokens, given, sharpness, BIAS
+            logits_ptr + row[:, None] * row_stride, bias_ptr, tokens, is_change, sharpness, BIAS
         )
         new = _normalised(new, top[:, None], rest[:, None], WITHOUT_NAN)
-        new = new * tl.load(factors_ptr + where, mask=given, other=1.0)
-        new += tl.load(offsets_ptr + where, mask=given, other=0.0)
+        new = new * tl.load(factors_ptr + change_offset, mask=is_change, other=1.0)
+        new += tl.load(offsets_ptr + change_offset, mask=is_change, other=0.0)
         if BANNED:
             new = tl.where(
-                _has(banned_ptr + row[:, None] * banned_stride, tokens, given), float("-inf"), new
+                _has(banned_ptr + row[:, None] * banned_stride, tokens, is_change),
+                float("-inf"),
+                new,
             )
         if FORCED:
             new = tl.where((forced >= 0)[:, None], float("-inf"), new)
         changed = key_of(new + score[:, None], beam[:, None] * vocabulary + tokens.to(tl.int32))
-        changed = tl.where(given & (new > float("-inf")), changed, -0x7FFFFFFFFFFFFFFF)
+        changed = tl.where(is_change & (new > float("-inf")), changed, -0x7FFFFFFFFFFFFFFF)
     for i in range(K):
         best = tl.maximum(tl.max(tl.max(key, 1), 0), tl.max(best_forced, 0))
         if CHANGES:

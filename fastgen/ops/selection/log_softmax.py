@@ -1,6 +1,7 @@
 """Log-probabilities of logits, row by row.
 
-On a CPU the C operation reads a row three times, from the cache, and takes half to a third of torch's time.
+On a CPU the C implementation reads a row three times, from the cache, and takes half to a third of
+torch's time.
 """
 
 import torch
@@ -13,26 +14,33 @@ from fastgen.ops.dispatch import chosen, in_c, plain
 def log_softmax_reference(
     logits: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return `torch.log_softmax` over the last dimension of logits (R, V), in `dtype`, None for that of the logits."""
+    """Return `torch.log_softmax` over the last dimension of logits (R, V).
+
+    Args:
+        logits: (R, V) floating point.
+        dtype: the dtype of the result; None for that of the logits.
+        out: memory for the result, or None.
+    """
     return torch.log_softmax(logits, -1, dtype=dtype, out=out)
 
 
 def log_softmax(
     logits: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return log-probabilities (R, V); arguments as `log_softmax_reference`.
+    """Return log-probabilities (R, V).
 
     Args:
-        out: of that shape and dtype, where they are to be written; it may be the logits' own memory.
+        logits: as in `log_softmax_reference`, like `dtype`.
+        out: memory for the result, of its shape and dtype; it may be the logits' own.
     """
-    by = chosen(
+    backend = chosen(
         "log_softmax", lambda: False, lambda: _covered_in_c(logits, dtype, out), logits, out
     )
-    if in_c(by):
-        made = (
+    if in_c(backend):
+        target = (
             torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
         )
-        return native.log_softmax(by, logits, made)
+        return native.log_softmax(backend, logits, target)
     return log_softmax_reference(logits, dtype, out)
 
 

@@ -1,4 +1,4 @@
-"""Blocking of repeated n-grams: a token that would complete an n-gram already in its row is banned.
+"""Blocking of repeated n-grams: ban a token that would complete an n-gram already in its row.
 
 Source: Paulus et al. 2018 (trigram blocking); FastSeq section 3.2 (blocking on the device).
 """
@@ -26,14 +26,16 @@ from fastgen.ops.selection.token_mask import add_bits, add_tokens_
 def ngram_block_reference(
     scores: Tensor, ids: Tensor, n: int, source: Tensor | None = None
 ) -> Tensor:
-    """Return a copy of scores with every token banned that would repeat an n-gram of its row; a plain loop.
+    """Return a copy of scores with every token banned that would repeat an n-gram of its row.
+
+    A plain Python loop.
 
     Args:
         scores: (R, V) floating point.
         ids: (R, L) int64, the tokens so far; ids outside the vocabulary are never banned.
         n: >= 1, the size of the n-grams.
-        source: (B, S) int64, R a multiple of B: when given, the n-grams of this text must not be repeated, instead of
-            the row's own; row r has the source r // (R / B).
+        source: (B, S) int64, R a multiple of B. If given, the n-grams of this text must not be
+            repeated, instead of the row's own; row r has the source r // (R / B).
     Returns:
         (R, V), -inf at banned tokens.
     """
@@ -57,12 +59,12 @@ def ngram_block_reference(
 def ngram_block_(scores: Tensor, ids: Tensor, n: int, source: Tensor | None = None) -> Tensor:
     """Ban, in place, every token that would repeat an n-gram of its row.
 
-    Only the newest n - 1 tokens are matched, with all n-grams at once, and the bans are one sparse write; a device is
-    never waited for. Arguments and result as `ngram_block_reference`, but scores is modified and returned.
-    Traffic: n reads of the text and a sparse write.
+    Compares only the newest n - 1 tokens, with all n-grams at once, and writes the bans in one
+    sparse write, without synchronising a device. Arguments and result as `ngram_block_reference`,
+    except that scores is modified and returned. Traffic: n reads of the text and a sparse write.
 
     Raises:
-        ValueError: when n < 1 or the numbers of rows do not fit.
+        ValueError: n < 1, or the numbers of rows do not fit.
     """
     texts = _checked(scores, ids, n, source)
     vocabulary = scores.shape[1]
@@ -75,7 +77,7 @@ def ngram_block_(scores: Tensor, ids: Tensor, n: int, source: Tensor | None = No
     if scores.device.type == "cpu":
         row, start = hit.nonzero(as_tuple=True)
         return scores.index_put_((row, follower[row, start]), scores.new_tensor(-torch.inf))
-    # What is not banned goes to a column of its own beyond the vocabulary.
+    # Tokens that are not banned are scattered to an extra column beyond the vocabulary.
     banned = torch.zeros(scores.shape[0], vocabulary + 1, dtype=torch.bool, device=scores.device)
     banned.scatter_(1, torch.where(hit, follower, vocabulary), True)
     return scores.masked_fill_(banned[:, :vocabulary], -torch.inf)
@@ -89,31 +91,37 @@ def ngram_mask_(
     source: Tensor | None = None,
     length: Tensor | None = None,
 ) -> Tensor:
-    """Add what `ngram_block_` would ban to a token mask (R, ceil(V / 32)), in place.
+    """Add the tokens that `ngram_block_` would ban to a token mask, in place.
 
-    length: (1,) int64 on the device, at least n: how many of the columns of ids are text; None for all.
-
+    Args:
+        mask: (R, ceil(V / 32)) int32. Modified and returned.
+        ids: (R, L) int64, the tokens so far.
+        n: >= 1, the size of the n-grams.
+        vocabulary: V.
+        source: as in `ngram_block_reference`.
+        length: (1,) int64 on the device, at least n: the number of columns of ids that hold text;
+            None for all.
     Raises:
-        ValueError: when n < 1 or the shapes do not fit.
+        ValueError: n < 1, or the shapes do not fit.
     """
     texts = _checked(mask, ids, n, source)
     if mask.shape[1] != cdiv(vocabulary, 32):
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     if texts.shape[1] < n or ids.shape[1] < n - 1:
         return mask
-    in_c_too = lambda: (
+    able_in_c = lambda: (  # noqa: E731
         length is None
         and len(texts) > 0
         and mask.is_contiguous()
         and in_memory(mask, dtype=torch.int32)
         and in_memory(ids, texts, dtype=torch.int64)
     )
-    by = chosen("ngram_block", lambda: True, in_c_too, mask, ids, texts)
-    if by is TRITON:
+    backend = chosen("ngram_block", lambda: True, able_in_c, mask, ids, texts)
+    if backend is TRITON:
         _launch(mask, ids, n, texts, vocabulary, 1, packed=True, length=length)
         return mask
-    if in_c(by):
-        native.add_repeats(by, mask, ids, n, texts, vocabulary)
+    if in_c(backend):
+        native.add_repeats(backend, mask, ids, n, texts, vocabulary)
         return mask
     hit, follower = _hits(ids, n, texts, vocabulary, length)
     return add_tokens_(mask, torch.where(hit, follower, -1), vocabulary)
@@ -132,7 +140,11 @@ def _checked(rows: Tensor, ids: Tensor, n: int, source: Tensor | None) -> Tensor
 def _hits(
     ids: Tensor, n: int, texts: Tensor, vocabulary: int, length: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Where an n-gram begins with the newest n - 1 tokens, and what follows them: bool and int64, both (R, N)."""
+    """Find where an n-gram begins with the newest n - 1 tokens.
+
+    Returns:
+        Whether each n-gram does, bool, and its last token, int64; both (R, N).
+    """
     rows, starts = ids.shape[0], texts.shape[1] - n + 1
     if length is None:
         last = ids[:, ids.shape[1] - n + 1 :]
@@ -168,18 +180,18 @@ def _launch(
     rows, starts = ids.shape[0], texts.shape[1] - n + 1
     block = min(1024, power_of_two(starts))
     launch(
-        _ngram_kernel, (rows, cdiv(starts, block)), target, ids, texts, n, ids.shape[1] if length is None else length,
-        starts, vocabulary,
-        rows // texts.shape[0], target.stride(0), stride, ids.stride(0), ids.stride(1), texts.stride(0),
-        texts.stride(1), PACKED=packed, COUNTED=length is not None, OWN=texts is ids, BLOCK=block,
+        _ngram_kernel, (rows, cdiv(starts, block)), target, ids, texts, n,
+        ids.shape[1] if length is None else length, starts, vocabulary, rows // texts.shape[0],
+        target.stride(0), stride, ids.stride(0), ids.stride(1), texts.stride(0), texts.stride(1),
+        PACKED=packed, COUNTED=length is not None, OWN=texts is ids, BLOCK=block,
     )  # fmt: skip
 
 
 @jit("n", "length", "starts", "rows_per_text")
 def _ngram_kernel(
-    target_ptr, ids_ptr, text_ptr, n, length, starts, vocabulary, rows_per_text, target_stride, token_stride,
-    ids_stride, id_stride, text_stride, word_stride, PACKED: constexpr, COUNTED: constexpr, OWN: constexpr,
-    BLOCK: constexpr,
+    target_ptr, ids_ptr, text_ptr, n, length, starts, vocabulary, rows_per_text, target_stride,
+    token_stride, ids_stride, id_stride, text_stride, word_stride, PACKED: constexpr,
+    COUNTED: constexpr, OWN: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""Sets of tokens, one per row, a bit for each token of the vocabulary.
+"""Token masks: sets of tokens, one per row, with one bit for each token of the vocabulary.
 
-What n-gram blocking, bad words and minimal lengths ban goes from kernel to kernel in this form: a thirty-second of the
-memory of fp32 scores, and a token that is banned twice is no different from one banned once.
+Kernels pass bans of n-gram blocking, bad words and minimal lengths to each other in this form. It
+takes a thirty-second of the memory of fp32 scores, and banning a token twice has no further effect.
 """
 
 import torch
@@ -23,7 +23,7 @@ from fastgen.ops.dispatch import (
 
 
 def empty_mask(rows: int, vocabulary: int, device: torch.device) -> Tensor:
-    """Return (R, ceil(V / 32)) int32, all zero: no token is in any row's set."""
+    """Return (R, ceil(V / 32)) int32, all zero: every row's set is empty."""
     return torch.zeros(rows, cdiv(vocabulary, 32), dtype=torch.int32, device=device)
 
 
@@ -42,7 +42,13 @@ def packed(sets: Tensor) -> Tensor:
 
 
 def add_tokens_reference(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """Return a copy of mask (R, W) with tokens (R or 1, N) int64 added; those outside the vocabulary are ignored."""
+    """Return a copy of mask with tokens added; those outside the vocabulary are ignored.
+
+    Args:
+        mask: (R, W) int32.
+        tokens: (R, N) int64, or (1, N) for all rows.
+        vocabulary: V.
+    """
     sets = torch.nn.functional.pad(unpacked(mask, vocabulary), (0, 1))
     inside = (tokens >= 0) & (tokens < vocabulary)
     sets.scatter_(1, torch.where(inside, tokens, vocabulary).expand(mask.shape[0], -1), True)
@@ -50,10 +56,10 @@ def add_tokens_reference(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tenso
 
 
 def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """Add tokens to the sets, in place; arguments as `add_tokens_reference`.
+    """Add tokens to the sets in place; arguments as `add_tokens_reference`.
 
     Raises:
-        ValueError: on shapes that do not fit; the message holds them.
+        ValueError: the shapes do not fit; the message holds them.
     """
     if mask.dim() != 2 or tokens.dim() != 2 or tokens.shape[0] not in (1, mask.shape[0]):
         raise ValueError(
@@ -62,21 +68,22 @@ def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     if mask.shape[1] != cdiv(vocabulary, 32):
         raise ValueError(f"mask {tuple(mask.shape)} is not that of {vocabulary} tokens")
     rows, count = mask.shape[0], tokens.shape[1]
-    in_c_too = lambda: (
+    able_in_c = lambda: (  # noqa: E731
         mask.is_contiguous()
         and in_memory(mask, dtype=torch.int32)
         and in_memory(tokens, dtype=torch.int64)
     )
-    by = chosen("token_mask", lambda: count > 0, in_c_too, mask, tokens)
-    if in_c(by):
-        native.add_tokens(by, mask, tokens, vocabulary)
+    backend = chosen("token_mask", lambda: count > 0, able_in_c, mask, tokens)
+    if in_c(backend):
+        native.add_tokens(backend, mask, tokens, vocabulary)
         return mask
-    if by is not TRITON:
+    if backend is not TRITON:
         return mask.copy_(add_tokens_reference(mask, tokens, vocabulary))
     block = min(1024, power_of_two(count))
     launch(
-        _add_tokens_kernel, (rows, cdiv(count, block)), mask, tokens, count, vocabulary, mask.stride(0),
-        tokens.stride(0) if tokens.shape[0] > 1 else 0, tokens.stride(1), BLOCK=block,
+        _add_tokens_kernel, (rows, cdiv(count, block)), mask, tokens, count, vocabulary,
+        mask.stride(0), tokens.stride(0) if tokens.shape[0] > 1 else 0, tokens.stride(1),
+        BLOCK=block,
     )  # fmt: skip
     return mask
 

@@ -1,4 +1,7 @@
-"""The calls of this process by model class and method: were they accelerated, and if not, why and what would help."""
+"""Summary of this process's `generate` calls by model class and decoding method.
+
+For each group: how many calls were accelerated, why others were not, and what the user can change.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +12,13 @@ from fastgen.patches.engine.remedies import remedy_for
 
 @dataclass(frozen=True)
 class Reason:
-    """Why calls were accelerated in part or not at all.
+    """A reason why calls were only partly accelerated or not accelerated.
 
     Attributes:
-        outcome: partly, or not.
-        text: what stands in the way.
-        remedy: what to change, where something can be changed; else empty.
-        calls: how many it stood in the way of.
+        outcome: ``"partly"`` or ``"not"``.
+        text: The fallback reason, or the missing feature with its reason.
+        remedy: What the user can change; empty if no remedy is known.
+        calls: Number of affected calls.
     """
 
     outcome: Outcome
@@ -26,13 +29,17 @@ class Reason:
 
 @dataclass(frozen=True)
 class CallGroup:
-    """The calls of one method of one model class.
+    """Call counts of one decoding method of one model class.
 
     Attributes:
-        toolkit, model, method: ``transformers``, ``BartForConditionalGeneration``, ``beam search``.
-        accelerated, partly, not_accelerated: numbers of calls. A call counts as partly accelerated where fastgen ran
-            its decoding loop and something that costs most of the gain was missing.
-        reasons: why, the most frequent first.
+        toolkit: Toolkit name, such as ``transformers``.
+        model: Model class name, such as ``BartForConditionalGeneration``.
+        method: Decoding method, such as ``beam search``.
+        accelerated: Number of fully accelerated calls.
+        partly: Number of calls that ran in fastgen's decode loop without a feature that provides
+            most of the speedup.
+        not_accelerated: Number of calls that ran the toolkit's own code.
+        reasons: Reasons for `partly` and then for `not_accelerated`, the most frequent first.
     """
 
     toolkit: str
@@ -47,25 +54,26 @@ class CallGroup:
 def groups(
     outcomes: Mapping[tuple[str, ...], int], reasons: Mapping[tuple[str, ...], int]
 ) -> tuple[CallGroup, ...]:
-    """Return what was counted by toolkit, model and method, in the order of the first calls.
+    """Group the counts by toolkit, model and method, in the order of the first calls.
 
     Args:
-        outcomes: by (toolkit, model, method, outcome). reasons: by (toolkit, model, method, outcome, text).
+        outcomes: Number of calls by (toolkit, model, method, outcome).
+        reasons: Number of calls by (toolkit, model, method, outcome, text).
     """
-    found: list[CallGroup] = []
+    call_groups: list[CallGroup] = []
     often_first = sorted(reasons.items(), key=lambda item: -item[1])
-    for of in dict.fromkeys(key[:3] for key in outcomes):
+    for group_key in dict.fromkeys(key[:3] for key in outcomes):
         accelerated, partly, not_accelerated = (
-            outcomes.get((*of, outcome), 0) for outcome in OUTCOMES
+            outcomes.get((*group_key, outcome), 0) for outcome in OUTCOMES
         )
         why = [
             Reason(outcome, key[4], remedy_for(key[4]), count)
             for outcome in OUTCOMES
             for key, count in often_first
-            if key[:4] == (*of, outcome)
+            if key[:4] == (*group_key, outcome)
         ]
-        toolkit, model, method = of
-        found.append(
+        toolkit, model, method = group_key
+        call_groups.append(
             CallGroup(toolkit, model, method, accelerated, partly, not_accelerated, tuple(why))
         )
-    return tuple(found)
+    return tuple(call_groups)

@@ -1,4 +1,8 @@
-"""Ask once per installed version, part by part, whether the patched toolkit gives what the unpatched one gives."""
+"""Canary tests for toolkit versions newer than the newest tested one.
+
+A canary runs small models with and without fastgen, once per combination of installed versions, and
+compares the outputs part by part. The verdict is cached on disk.
+"""
 
 import hashlib
 import json
@@ -20,19 +24,19 @@ _asking: ContextVar[bool] = ContextVar("fastgen_asking", default=False)
 
 
 def asking() -> bool:
-    """Whether the code that runs is a canary's, in this context."""
+    """Return whether a canary is running in this context."""
     return _asking.get()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a canary found.
+    """The result of running a canary.
 
     Attributes:
-        parts: the names of all parts that were tried.
-        differing: those that differ, with what was found.
-        failed: why nothing could be tried; empty where it could.
-        kept: where the result is kept, or why it is not.
+        parts: Names of all parts that ran.
+        differing: Description of the difference, for each part that differs.
+        failed: Why the canary could not run; empty if it ran.
+        kept: Where the result is cached, or why it is not.
     """
 
     parts: tuple[str, ...] = ()
@@ -42,18 +46,23 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
-        """Whether all parts agree."""
+        """Whether the canary ran and all parts agree."""
         return not (self.failed or self.differing)
 
     def declines(self, parts: Iterable[str]) -> str | None:
-        """Return why none of some parts can be relied on; None where one of them agrees.
+        """Return why none of the given parts can be relied on, or None if at least one agrees.
 
-        What needs no part by itself is relied on while any part agrees.
+        Args:
+            parts: Names of parts; if empty, all parts of the canary.
         """
         if self.failed:
             return self.failed
-        found = [self.differing.get(part) for part in tuple(parts) or self.parts]
-        return "; ".join(dict.fromkeys(filter(None, found))) if found and all(found) else None
+        differences = [self.differing.get(part) for part in tuple(parts) or self.parts]
+        return (
+            "; ".join(dict.fromkeys(filter(None, differences)))
+            if differences and all(differences)
+            else None
+        )
 
     def __str__(self) -> str:
         if self.failed:
@@ -62,22 +71,26 @@ class Verdict:
             return f"all {len(self.parts)} parts agree ({self.kept})"
         differing = "; ".join(dict.fromkeys(self.differing.values()))
         agree = len(self.parts) - len(self.differing)
-        return f"{len(self.differing)} of {len(self.parts)} parts differ: {differing}; {agree} agree ({self.kept})"
+        return (
+            f"{len(self.differing)} of {len(self.parts)} parts differ: {differing}; "
+            f"{agree} agree ({self.kept})"
+        )
 
 
 class Canary:
-    """The question to one toolkit version, with the memory of its answer: in this process and in the cache folder.
+    """Runs the canary of one toolkit version and caches its verdict in memory and on disk.
 
-    The answer holds for the versions of toolkit, fastgen, torch and Python. A part that raises counts as different, but
-    then nothing is kept for other processes, since the cause (out of memory, say) may pass.
+    The verdict is keyed by the versions of the toolkit, fastgen, torch and Python. A part that
+    raises counts as different. The verdict is then not written to disk, because the cause (out of
+    memory, for example) may be temporary.
 
     Args:
-        function: ``"module:function"``; it returns the parts by name, each a function that runs the toolkit both ways
-            and returns what differs, or None. It must not wait for patched calls in threads of its own: they wait for
-            its answer.
-        toolkit: name of the toolkit.
-        version: its version.
-        folder: the cache folder, made when needed.
+        function: ``"module:function"``. It returns the parts by name. Each part is a function that
+            runs the toolkit both ways and returns a description of the difference, or None. It must
+            not wait for patched calls in other threads, because those wait for the verdict.
+        toolkit: Name of the toolkit.
+        version: Version of the toolkit.
+        folder: Cache folder; created when needed.
     """
 
     def __init__(self, function: str, toolkit: str, version: str, folder: Path) -> None:
@@ -86,12 +99,14 @@ class Canary:
         self.version = version
         self.folder = folder
         self.verdict: Verdict | None = None
-        self._lock = threading.RLock()  # a signal handler of the same thread may ask as well
+        # Reentrant, because a signal handler of the same thread may call `ask`.
+        self._lock = threading.RLock()
 
     def ask(self) -> Verdict:
-        """Return the answer: the known one, the kept one, or the one of running the canary now.
+        """Return the verdict from memory or disk, or run the canary now.
 
-        Other threads that ask meanwhile wait. A call out of the canary itself must look at `asking()` and not ask.
+        Other threads that call this meanwhile block. Code that runs inside the canary must check
+        `asking()` and not call this.
         """
         if self.verdict is None:
             with self._lock:
@@ -108,11 +123,11 @@ class Canary:
             differing, raised = dict[str, str](), False
             for name, part in parts.items():
                 try:
-                    found = part()
+                    difference = part()
                 except Exception as error:
-                    found, raised = f"{name} raised {type(error).__name__}: {error}", True
-                if found is not None:
-                    differing[name] = found
+                    difference, raised = f"{name} raised {type(error).__name__}: {error}", True
+                if difference is not None:
+                    differing[name] = difference
         except Exception as error:
             return Verdict(failed=f"{type(error).__name__}: {error}", kept=again)
         return Verdict(
@@ -120,7 +135,7 @@ class Canary:
         )
 
     def _key(self) -> dict[str, str]:
-        # A patched call can only be where torch is imported; a toolkit without it is as good a key.
+        # Patched calls imply that torch is imported. A toolkit without torch gets the key "none".
         torch = getattr(sys.modules.get("torch"), "__version__", "none")
         versions = {
             "fastgen": __version__,
@@ -146,7 +161,7 @@ class Canary:
             ):
                 return Verdict(tuple(parts), differing, kept=f"kept in {file}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # absent or damaged: ask again, which writes it anew
+            pass  # missing or corrupt: the canary runs again and rewrites it
         return None
 
     def _keep(self, parts: tuple[str, ...], differing: dict[str, str]) -> str:
@@ -158,13 +173,13 @@ class Canary:
                 {"key": self._key(), "parts": parts, "differing": differing}, indent=1
             )
             scratch.write_text(text + "\n", encoding="utf-8")
-            scratch.replace(file)  # at once, as other processes may read or write it
+            scratch.replace(file)  # atomic, because other processes may read or write the file
         except OSError as error:
             return f"not kept, asked again in the next process: {error}"
         return f"kept in {file}"
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """Import what ``"module:name"`` names."""
+    """Import and return the object that ``"module:name"`` names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)

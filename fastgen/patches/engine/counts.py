@@ -1,7 +1,7 @@
-"""What patched calls count: hits, fallbacks, what they did without, and how the calls of users went.
+"""Counters of patched calls: hits, fallbacks, disabled features, and the outcome of users' calls.
 
-`lock` guards these tables and the engine's own. It is never held while something is imported or a replacement or canary
-runs.
+`lock` guards these tables and those of the engine. It is never held during an import or while a
+replacement or a canary runs.
 """
 
 import threading
@@ -22,26 +22,32 @@ lock = threading.RLock()
 entries: dict[str, Entry] = {}
 """The declared patches, by name."""
 outcomes: Counter[tuple[str, ...]] = Counter()
-"""Calls of users, by (toolkit, model class, method, outcome)."""
+"""Number of users' calls by (toolkit, model class, method, outcome)."""
 reasons: Counter[tuple[str, ...]] = Counter()
-"""Why they were not accelerated in full, by the same and the reason."""
+"""Reasons for incomplete acceleration: calls by (toolkit, model class, method, outcome, reason)."""
 parity: Counter[str] = Counter()
-"""Calls of parity mode, by outcome."""
+"""Number of parity-mode calls by outcome."""
 bild: Counter[str] = Counter()
-"""What big-little decoding counts, over all texts."""
+"""Counters of big-little decoding, summed over all texts."""
 
 
 def hit(name: str, left_off: Iterable[str] = ()) -> None:
-    """Count a call that fastgen's code serves, and what it left off. A canary's calls are not counted."""
+    """Count a call that fastgen's code served. Calls made by a canary are not counted.
+
+    Args:
+        name: Name of the patch.
+        left_off: Features that were disabled in this call, each with its reason.
+    """
     entry = entry_of(name)
     if not asking():
         with lock:
             entry.hits += 1
-            entry.left_off.update(iter(left_off))  # a mapping would be taken for counts
+            # Without `iter`, `update` would read the values of a mapping as counts.
+            entry.left_off.update(iter(left_off))
 
 
 def left_alone(name: str, reason: str) -> None:
-    """Count a call that is left to the original because that is the faster way: no fallback, and no hit."""
+    """Count a call that runs the original because that is faster: neither a hit nor a fallback."""
     entry = entry_of(name)
     if not asking():
         with lock:
@@ -49,13 +55,17 @@ def left_alone(name: str, reason: str) -> None:
 
 
 def fallback(name: str, reason: str, of: tuple[str, str] | None = None) -> None:
-    """Count a call that is left to the original. A canary's call that falls back proves nothing, so there it raises.
+    """Count a call that falls back to the original.
+
+    Inside a canary this raises, because a call that falls back verifies nothing.
 
     Args:
-        of: model class and method, of a call that a user would look for in `status`.
+        name: Name of the patch.
+        reason: Fallback reason.
+        of: Model class and decoding method of a user's call to list in `status`; None for others.
 
     Raises:
-        FallbackError: ``FASTGEN_STRICT=1``, or a canary runs.
+        FallbackError: ``FASTGEN_STRICT=1`` is set or a canary is running.
     """
     entry = entry_of(name)
     if not asking():
@@ -70,7 +80,15 @@ def fallback(name: str, reason: str, of: tuple[str, str] | None = None) -> None:
 def note_call(
     toolkit: str, model: str, method: str, outcome: Outcome, why: Iterable[str] = ()
 ) -> None:
-    """Count a call of a user: of which model class and method, how it ran, and why not better."""
+    """Count a user's call by model class, decoding method and outcome.
+
+    Args:
+        toolkit: Toolkit name.
+        model: Model class name.
+        method: Decoding method.
+        outcome: Whether the call was accelerated in full, partly or not at all.
+        why: Reasons why the call was not fully accelerated.
+    """
     if not asking():
         with lock:
             outcomes[toolkit, model, method, outcome] += 1
@@ -78,36 +96,41 @@ def note_call(
 
 
 def compared(outcome: str) -> None:
-    """Count a call of parity mode: how its two ways compare, or why it ran only once."""
+    """Count a parity-mode call by outcome: the result of comparison, or why it ran only once."""
     with lock:
         parity[outcome] += 1
 
 
 def decoded_together(counts: Mapping[str, int]) -> None:
-    """Add up what the calls of big-little decoding count."""
+    """Add the counters of a call with big-little decoding, by name."""
     with lock:
         bild.update(counts)
 
 
 def counted() -> Counter[tuple[str, ...]]:
-    """What has been counted so far: for a process that was forked, to tell its parent; see `count_too`."""
-    found = Counter[tuple[str, ...]](
+    """Return all counts so far, keyed by kind and name.
+
+    A forked process sends them to its parent, which adds them with `count_too`.
+    """
+    totals = Counter[tuple[str, ...]](
         {("operation", *key): count for key, count in operations.items()}
     )
     with lock:
         for name, entry in entries.items():
-            found["hit", name] = entry.hits
-            found.update({("fallback", name, why): count for why, count in entry.fallbacks.items()})
-            found.update(
+            totals["hit", name] = entry.hits
+            totals.update(
+                {("fallback", name, why): count for why, count in entry.fallbacks.items()}
+            )
+            totals.update(
                 {("left off", name, what): count for what, count in entry.left_off.items()}
             )
-        found.update({("call", *key): count for key, count in outcomes.items()})
-        found.update({("reason", *key): count for key, count in reasons.items()})
-    return found
+        totals.update({("call", *key): count for key, count in outcomes.items()})
+        totals.update({("reason", *key): count for key, count in reasons.items()})
+    return totals
 
 
 def count_too(counts: Mapping[tuple[str, ...], int]) -> None:
-    """Add what another process has `counted`."""
+    """Add the counts that another process got from `counted`."""
     with lock:
         for (kind, name, *rest), count in counts.items():
             if kind == "operation":
@@ -133,10 +156,10 @@ def forget_all() -> None:
 
 
 def entry_of(name: str) -> Entry:
-    """Return a declared patch.
+    """Return the record of a declared patch.
 
     Raises:
-        ValueError: none has the name.
+        ValueError: No declared patch has this name.
     """
     try:
         return entries[name]

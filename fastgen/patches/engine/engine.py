@@ -1,12 +1,14 @@
-"""The patch engine: declare what is to be patched; apply it when its toolkit is imported; undo it; report on it.
+"""The patch engine: declares patches, applies them when their toolkit is imported, and undoes them.
 
-A patch is data (`Patch`): a target, and a replacement that gets the original as its first argument. The engine imports
-no toolkit and not torch. An import hook puts a plain function into the target's place once its module is there; the
-replacement's own module is imported at the first call that needs it, so that nothing is imported while a toolkit is.
+A patch is data (`Patch`): a target, and a replacement that gets the original as its first argument.
+The engine imports neither a toolkit nor torch. Once the target's module is imported, an import hook
+installs a plain function in the target's place. The module of the replacement is imported at the
+first call that needs it, so that nothing else is imported while a toolkit is.
 
-A toolkit's author of patches needs `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `note_call`,
-`declined`, `compared`, `running`, `current_plan`, `asking`, `is_applied`, `is_on_top`, `is_disabled`, `counted`,
-`count_too`, `on_disable` and `on_release`; users need `enable`, `disable`, `disabled`, `status` and `release`.
+Authors of patches use `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `note_call`,
+`declined`, `compared`, `running`, `current_plan`, `asking`, `is_applied`, `is_on_top`,
+`is_disabled`, `counted`, `count_too`, `on_disable` and `on_release`. Users call `enable`,
+`disable`, `disabled`, `status` and `release`.
 """
 
 import functools
@@ -82,39 +84,38 @@ _Callback = TypeVar("_Callback", bound=Callable[[], object])
 
 
 class DisabledMeanwhile(Exception):
-    """`disable` came between the start of a patched call and the start of its plan."""
+    """Raised when `disable` ran after a patched call began and before its plan started."""
 
 
 class _NotYet(Exception):
-    """What a patch needs may still come, as ``module`` is half imported."""
+    """Raised when a patch has to wait because ``module`` is only partially imported."""
 
     def __init__(self, module: ModuleType) -> None:
         self.module = module
 
 
 current_plan: ContextVar[Any] = ContextVar("fastgen_plan", default=None)
-"""The plan that runs in this context, None outside of one: how an inner patch knows what the outermost decided."""
+"""The plan that is running in this context, or None. Inner patches read the outermost plan here."""
 
-_mode: Mode = "0"  # what is switched on: all patches, those that mend, or none
-_running: list[
-    tuple[int, CodeType]
-] = []  # the thread of each plan, and the code that has entered `running`
-_installed: list[Entry] = []  # in the order of installation; undone from the end
-_versions: dict[str, str] = {}  # toolkit name -> version found
-_canaries: dict[str, Canary] = {}  # toolkit name -> the canary of a version newer than tested
-_out_of_reach: list[
-    Entry
-] = []  # not applied, and no call of theirs can tell: to be warned of outside of `lock`
+_mode: Mode = "0"  # which patches are enabled: all, those that fix a toolkit, or none
+# For each running plan: its thread, and the code object that entered `running`.
+_running: list[tuple[int, CodeType]] = []
+_installed: list[Entry] = []  # in the order of installation; undone in reverse
+_versions: dict[str, str] = {}  # installed version by toolkit name
+_canaries: dict[str, Canary] = {}  # canary by toolkit name, for versions newer than tested
+# Patches that are not applied and whose target cannot warn at its first call. The warnings are
+# issued without holding `lock`.
+_out_of_reach: list[Entry] = []
 _disable_callbacks: list[Callable[[], object]] = []
 _release_callbacks: list[Callable[[], object]] = []
 _disabled_here: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
 
 
 def declare(*patches: Patch) -> None:
-    """Add patches to the table; `enable` applies them. Declaring the same patch again changes nothing.
+    """Register patches for `enable` to apply. Registering the same patch again has no effect.
 
     Raises:
-        ValueError: another patch has the name or the target.
+        ValueError: Another patch has the same name or target.
     """
     with lock:
         for patch in patches:
@@ -127,11 +128,13 @@ def declare(*patches: Patch) -> None:
 
 
 def start() -> None:
-    """Apply what ``FASTGEN`` asks for: every patch, those that mend a toolkit (compat), or none (0).
+    """Apply the patches that ``FASTGEN`` selects.
+
+    ``1`` selects all, ``compat`` those that fix a toolkit, and ``0`` none.
 
     Raises:
-        SetupError: a variable holds a value that it cannot have, or a package is missing; nothing has been changed.
-        PatchError: as `enable` does.
+        SetupError: A variable has an invalid value, or a package is missing. Nothing has changed.
+        PatchError: A patch failed and ``FASTGEN_STRICT=1`` is set. All others are applied.
     """
     check()
     if settings().mode != "0":
@@ -139,11 +142,11 @@ def start() -> None:
 
 
 def enable() -> None:
-    """Apply every declared patch: now where its module is imported, else when it is. Twice is harmless.
+    """Apply every declared patch, now or as soon as its module is imported. Idempotent.
 
     Raises:
-        SetupError: a variable holds a value that it cannot have, or a package is missing; nothing has been changed.
-        PatchError: a patch failed and ``FASTGEN_STRICT=1``; all others have been applied.
+        SetupError: A variable has an invalid value, or a package is missing. Nothing has changed.
+        PatchError: A patch failed and ``FASTGEN_STRICT=1`` is set. All others are applied.
     """
     check()
     _switch_on("1")
@@ -170,17 +173,17 @@ def _switch_on(mode: Mode) -> None:
 
 
 def disable() -> None:
-    """Take all patches out again and drop the caches. Twice is harmless.
+    """Undo all patches and drop the caches. Idempotent.
 
-    An original is put back only where our wrapper is still what lies there. A wrapper that others have wrapped since
-    stays below theirs and becomes transparent; `status` says so.
+    An original is restored only if our wrapper is still on top. A wrapper that others have wrapped
+    since stays below theirs and becomes transparent; `status` reports it.
 
     Raises:
-        RuntimeError: a plan is running, in whatever thread; nothing has been changed.
+        RuntimeError: A plan is running in some thread. Nothing has changed.
     """
     global _mode
     with lock:
-        before, _mode = _mode, "0"  # from here on none begins
+        before, _mode = _mode, "0"  # no new plan can start from here on
         if running_now := _count_running():
             _mode = before
             raise RuntimeError(
@@ -203,7 +206,10 @@ def disable() -> None:
 
 @contextmanager
 def disabled() -> Generator[None]:
-    """In this context (thread, task) only, patched calls run the toolkit's own code, uncounted."""
+    """Run the toolkit's own code for patched calls in this context (thread or task) only.
+
+    These calls are not counted.
+    """
     before = _disabled_here.get()
     try:
         _disabled_here.set(True)
@@ -213,46 +219,49 @@ def disabled() -> Generator[None]:
 
 
 def is_disabled() -> bool:
-    """Whether patched calls of this context run the toolkit's own code."""
+    """Return whether patched calls in this context run the toolkit's own code."""
     return _mode != "1" or _disabled_here.get()
 
 
 def is_applied(name: str) -> bool:
-    """Whether a patch is in place."""
+    """Return whether a patch is applied."""
     return entry_of(name).state == "applied"
 
 
 def release() -> None:
-    """Drop what is kept between calls to save time, and give its memory back to the system.
+    """Free everything that is kept between calls to save time, and return its memory to the system.
 
-    It comes back with the calls that need it:
+    Later calls create it again when they need it:
 
-    - packed copies of weights: a weight is packed again at its third use.
-    - buffers, for keys and values and for large outputs: the next call allocates its own. What a running call uses
-      stays until that call ends.
-    - CUDA graphs and the memory they run over: the next call captures its own.
+    - Packed copies of weights: a weight is packed again at its third use.
+    - Buffers for keys and values and for large outputs: the next call allocates new ones. Buffers
+      of a running call stay until that call ends.
+    - CUDA graphs and their static buffers: the next call captures new ones.
 
-    A model that is deleted takes all of this with it; `release` is for models that stay. After a call that ran out of
-    memory it also lets weights be packed again.
+    Deleting a model frees all of this for that model; `release` is for models that stay in use.
+    After a call that ran out of memory, it also re-enables the packing of weights.
     """
     for callback in tuple(_release_callbacks):
         callback()
 
 
 def is_on_top(name: str) -> bool:
-    """Whether a patch is in place, and nobody has patched over it since."""
+    """Return whether a patch is applied and no other wrapper is on top of it."""
     entry = entry_of(name)
     return entry.state == "applied" and entry.layer is not None and entry.layer.on_top
 
 
 class running(Generic[_Plan]):
-    """Make ``plan`` the context's `current_plan` within a `with` block. While any plan runs, `disable` raises.
+    """Context manager that sets `current_plan`. While any plan runs, `disable` raises.
 
-    To be entered by a `with` statement before the call has any side effect: should `disable` have come first, this
-    leaves the replacement by an exception that is the engine's own, and the original runs.
+    Enter it with a `with` statement before the call has side effects. If `disable` ran first, it
+    raises an exception of the engine, which then runs the original.
+
+    Args:
+        plan: The plan of the call.
 
     Raises:
-        DisabledMeanwhile: nothing is patched.
+        DisabledMeanwhile: The patches have been disabled.
     """
 
     def __init__(self, plan: _Plan) -> None:
@@ -275,7 +284,10 @@ class running(Generic[_Plan]):
 
 
 def _count_running() -> int:
-    """How many plans run. Those that an interrupt has left in the list, which no stack shows, are taken out."""
+    """Return the number of running plans.
+
+    Plans that are on no thread's stack were left in the list by an interrupt, and are removed.
+    """
     on_stacks = {
         (thread, code)
         for thread, top in cast(Any, sys)._current_frames().items()
@@ -293,44 +305,55 @@ def _codes(frame: FrameType | None) -> Iterator[CodeType]:
 
 
 def declined(toolkit: str, part: str) -> str | None:
-    """Return why a part of a toolkit newer than tested cannot be relied on, and warn once; None where it can."""
+    """Return why the canary declined a part, or None if that part can be used.
+
+    Runs the canary if the toolkit is newer than tested, and warns once if the part differs.
+
+    Args:
+        toolkit: Toolkit name.
+        part: Name of a part of the toolkit's canary.
+    """
     canary = _canaries.get(toolkit)
     if canary is None or asking():
         return None
-    found = canary.ask().declines([part])
-    if found is None:
+    reason = canary.ask().declines([part])
+    if reason is None:
         return None
-    notices.warn_of_difference(_toolkit(toolkit), canary.version, part, found)
-    return f"declined by the canary: {found}"
+    notices.warn_of_difference(_toolkit(toolkit), canary.version, part, reason)
+    return f"declined by the canary: {reason}"
 
 
 def on_disable(callback: _Callback) -> _Callback:
-    """Have ``callback()`` called after each `disable`. Usable as a decorator."""
+    """Register a callback that runs after each `disable`. Usable as a decorator."""
     _disable_callbacks.append(callback)
     return callback
 
 
 def on_release(callback: _Callback) -> _Callback:
-    """Have ``callback()`` drop a cache at each `release` and `disable`. Usable as a decorator."""
+    """Register a callback that frees a cache at each `release` and `disable`.
+
+    Usable as a decorator.
+    """
     _release_callbacks.append(callback)
     return callback
 
 
 def status(verbose: bool = False, reset: bool = False) -> Status:
-    """Return what fastgen has done in this process: calls by model and method, patches, operations, memory.
+    """Return what fastgen has done in this process: calls, patches, operations and memory.
 
     Args:
-        verbose: let it print every patch and operation, and not the summary alone.
-        reset: set all counts to zero, once they have been read.
+        verbose: Whether the status prints every patch and operation instead of a summary.
+        reset: Whether to set all counts to zero after reading them.
     """
-    from fastgen.patches.engine.calls import groups  # which `import fastgen` need not wait for
+    # Imported lazily, to keep `import fastgen` fast.
+    from fastgen.patches.engine.calls import groups
 
     modules = {entry.patch.toolkit.module for entry in tuple(entries.values())}
     absent = frozenset(
         module for module in modules if module not in sys.modules and find_spec(module) is None
     )
     with lock:
-        found = report(
+        current = report(
             _mode,
             tuple(entries.values()),
             _versions,
@@ -343,21 +366,20 @@ def status(verbose: bool = False, reset: bool = False) -> Status:
         )
         if reset:
             counts.forget_all()
-    return found
+    return current
 
 
 def _hook(module: str) -> None:
     top = module.partition(".")[0]
-    if (
-        module in sys.modules and top not in sys.modules
-    ):  # left by an import that failed: to be imported anew
+    # A failed import of the package left this submodule behind. It will be imported again.
+    if module in sys.modules and top not in sys.modules:
         for name in [name for name in sys.modules if name.startswith(f"{top}.")]:
             del sys.modules[name]
     when_imported(module, lambda: _arrive(module))
 
 
 def _arrive(module: str) -> None:
-    """Apply the pending patches of a module that is in sys.modules, perhaps half imported."""
+    """Apply the pending patches of a module that is in sys.modules, perhaps partially imported."""
     errors: list[PatchError] = []
     with lock:
         for entry in entries.values():
@@ -370,12 +392,13 @@ def _arrive(module: str) -> None:
             try:
                 _apply(entry)
             except _NotYet as wait:
-                # The awaited import may yet fail and be tried again: hook the module anew rather than look for it.
+                # The import may still fail and be retried, so hook the module again instead of
+                # looking it up.
                 try:
                     when_finished(wait.module, lambda: _hook(module))
                 except ValueError as error:
                     errors.append(_fail(entry, error))
-            except Exception as error:  # whatever it is, the user's import goes on
+            except Exception as error:  # never break the user's import
                 errors.append(_fail(entry, error))
     _warn_of_those_out_of_reach()
     if errors and settings().strict:
@@ -385,21 +408,22 @@ def _arrive(module: str) -> None:
 def _apply(entry: Entry) -> None:
     patch, toolkit = entry.patch, entry.patch.toolkit
     top, module = sys.modules[toolkit.module], sys.modules[patch.address.module]
-    found = getattr(top, "__version__", None)
-    if found is None:
+    installed = getattr(top, "__version__", None)
+    if installed is None:
         if unfinished(top):
             raise _NotYet(top)
         raise ValueError(f"{toolkit.module} has no __version__; {toolkit.versions} is supported")
-    version = _versions[toolkit.name] = str(found)
+    version = _versions[toolkit.name] = str(installed)
     if not toolkit.supports(version):
         advice = "; ".join(filter(None, (f"{toolkit.versions} is supported", toolkit.install_hint)))
         entry.settle("skipped", f"{toolkit.name} {version} found; {advice}")
-        alike = (
+        same_toolkit = (
             other
             for other in entries.values()
             if other.patch.toolkit == toolkit and other.layer is not None
         )
-        if not any(other.state == "skipped" for other in alike):  # one says it for all
+        # One warning per toolkit is enough.
+        if not any(other.state == "skipped" for other in same_toolkit):
             _watch(entry, module)
         return
     try:
@@ -426,7 +450,7 @@ def _apply(entry: Entry) -> None:
 
 def _install(entry: Entry, slot: Slot) -> None:
     if entry.layer is not None and entry.layer.reachable:
-        entry.layer.active = True  # disable() had to leave it below another's wrapper
+        entry.layer.active = True  # `disable` left it below another wrapper
     else:
         entry.layer = Layer(slot, functools.partial(_call, entry))
         entry.layer.install()
@@ -434,17 +458,23 @@ def _install(entry: Entry, slot: Slot) -> None:
 
 
 def _watch(entry: Entry, module: ModuleType) -> None:
-    """Have the first call of a target warn, as its patch cannot be applied and users would miss it."""
+    """Make the first call of a target warn that its patch could not be applied.
+
+    Does nothing for patches that users would not miss.
+    """
     if not entry.patch.covers:
         return
     try:
         _install(entry, entry.patch.address.find(module))
-    except (LookupError, TypeError):  # there is nothing to call
+    except (LookupError, TypeError):  # the target cannot be wrapped
         _out_of_reach.append(entry)
 
 
 def _warn_of_those_out_of_reach() -> None:
-    """Warn of them with no lock held: a warning may be made an exception, or shown by code of the user's."""
+    """Warn of patches in `_out_of_reach`, without holding `lock`.
+
+    Users can turn warnings into exceptions or handle them with their own code.
+    """
     while _out_of_reach:
         notices.warn_of_patch(_out_of_reach.pop(0), _versions)
 
@@ -463,7 +493,7 @@ def _fail(entry: Entry, error: Exception) -> PatchError:
 
 
 def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any:
-    """Run what a patched target runs: the replacement, or the original where that is switched off or declined."""
+    """Run the replacement of a patched target, or the original if the patch is off or declined."""
     if _is_off(entry.patch) or (entry.patch.inner and current_plan.get() is None):
         return original(*args, **kwargs)
     if entry.state != "applied":
@@ -489,23 +519,27 @@ def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any
 
 
 def _is_off(patch: Patch) -> bool:
-    """Whether the original runs in this context; what mends is off where everything is, and can be traced."""
+    """Return whether the original runs in this context.
+
+    Patches that fix a toolkit (`Patch.mends`) are off only when all patches are, and TorchScript
+    may trace them.
+    """
     return _mode == "0" if patch.mends else is_disabled() or is_traced_by_torchscript()
 
 
 def _approved_replacement(entry: Entry) -> Function | None:
-    """Return the replacement; None where the original must run, which is then counted."""
+    """Return the replacement, or None after counting a fallback to the original."""
     canary = None if entry.patch.mends else _canaries.get(entry.patch.toolkit.name)
     if (
         canary is not None
         and not asking()
-        and (found := canary.ask().declines(entry.patch.parts)) is not None
+        and (reason := canary.ask().declines(entry.patch.parts)) is not None
     ):
         if entry.patch.covers:
             notices.warn_of_difference(
-                entry.patch.toolkit, canary.version, entry.patch.covers, found
+                entry.patch.toolkit, canary.version, entry.patch.covers, reason
             )
-        fallback(entry.patch.name, f"declined by the canary: {found}")
+        fallback(entry.patch.name, f"declined by the canary: {reason}")
         return None
     if entry.replacement is None:
         try:

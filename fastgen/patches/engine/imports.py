@@ -1,27 +1,30 @@
-"""Run a callback once a module has been imported, in whatever order things are imported."""
+"""Import hooks: run a callback once a module has been imported, in any import order."""
 
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_RUNNING = "_initializing"  # the attribute of a spec that importlib sets to True, and to False at the import's end
+# Attribute of a module spec. importlib sets it to True and, when the import ends, to False.
+_RUNNING = "_initializing"
 
 _hooked: set[str] = set()
 
 
 def when_imported(name: str, callback: Callable[[], object]) -> None:
-    """Call ``callback`` when the module is imported, or now if it is already there, be it half imported.
+    """Call ``callback`` when the module is imported.
 
-    While an earlier hook for the same module waits, a second call adds nothing: one callback per module is kept.
+    If the module is already in `sys.modules`, even partially imported, call it now. While an
+    earlier hook for the same module is pending, further calls are ignored: each module has at most
+    one pending callback.
     """
 
     def hook(_: ModuleType) -> None:
-        # The module that is passed is not used: it may have put another object into sys.modules in its place.
+        # Ignore the module argument: the module may have replaced itself in sys.modules.
         _hooked.discard(name)
         callback()
 
-    import wrapt  # here, so that `startup.check` can say that it is missing
+    import wrapt  # imported lazily, so that `startup.check` can report that it is missing
 
     if name in sys.modules or name not in _hooked:
         _hooked.add(name)
@@ -29,18 +32,18 @@ def when_imported(name: str, callback: Callable[[], object]) -> None:
 
 
 def unfinished(module: ModuleType) -> bool:
-    """Whether the import of ``module`` is still under way."""
+    """Return whether the import of ``module`` is still in progress."""
     return bool(getattr(getattr(module, "__spec__", None), _RUNNING, False))
 
 
 def when_finished(module: ModuleType, callback: Callable[[], object]) -> None:
-    """Call ``callback`` when the import of an `unfinished` module has ended, well or not.
+    """Call ``callback`` when the import of an `unfinished` module ends, whether or not it succeeds.
 
-    The import of such a module began before anyone could hook it, so there is no loader of ours that would hear of its
-    end. But importlib marks the end on the module's spec, and a spec can listen.
+    The import started before it could be hooked, so no loader of ours is notified of its end. But
+    importlib sets an attribute of the module's spec at the end, and the spec can observe that.
 
     Raises:
-        ValueError: the module's spec is of a kind of its own.
+        ValueError: The module's spec is an instance of a custom class.
     """
     spec = module.__spec__
     if type(spec) is not ModuleSpec and type(spec) is not _ListeningSpec:
@@ -49,12 +52,12 @@ def when_finished(module: ModuleType, callback: Callable[[], object]) -> None:
         )
     vars(spec).setdefault("_fastgen_callbacks", []).append(callback)
     spec.__class__ = _ListeningSpec
-    if not unfinished(module):  # it ended, in another thread, before the spec listened
+    if not unfinished(module):  # it ended in another thread before the class was changed
         setattr(spec, _RUNNING, False)
 
 
 class _ListeningSpec(ModuleSpec):
-    """The spec of a module under import, which runs callbacks at the import's end."""
+    """A module spec that runs callbacks when the import of its module ends."""
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)

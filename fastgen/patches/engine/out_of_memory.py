@@ -1,4 +1,4 @@
-"""When memory has run out: the reason that is counted, and how to go on with more of it."""
+"""Recovery after running out of memory: the counted reason, and functions that free memory."""
 
 import gc
 import logging
@@ -16,8 +16,8 @@ _logger = logging.getLogger("fastgen")
 
 
 def give_up(device: torch.device) -> None:
-    """Let the next calls on a CPU take less memory, as one has failed that cannot be divided."""
-    if device.type != "cpu":  # where no weights are packed
+    """Stop packing weights on a CPU after a batch that cannot be split ran out of memory."""
+    if device.type != "cpu":  # weights are packed on CPUs only
         return
     _logger.warning(
         "not enough memory for a call that cannot be divided; %s", packed_weights.GIVEN_UP
@@ -26,7 +26,7 @@ def give_up(device: torch.device) -> None:
 
 
 def make_room() -> None:
-    """Give back what nobody uses any more."""
+    """Free all memory that is not in use: scratch buffers, CUDA graphs and torch's CUDA cache."""
     scratch.release()
     graph_buffers.release()
     graph.release()

@@ -1,4 +1,4 @@
-"""What a patch is: data that says what is replaced by what, and under which conditions."""
+"""Declarative descriptions of toolkits and patches."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,18 +8,20 @@ from fastgen.patches.engine.slot import Address
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A library that is patched.
+    """A library that fastgen patches.
 
     Attributes:
-        name: as users say it, ``"transformers"``.
-        module: its top module, whose ``__version__`` counts (forks have other distribution names).
-        versions: the supported range, ``">=5.17"``.
-        tested: the newest version that is tested.
-        canary: ``"module:function"`` whose parts are tried once for versions newer than tested (`canary.Canary`); None
-            to trust newer versions as long as the signatures hold.
-        install_hint: what to type to get a supported version.
+        name: Name that users know, such as ``"transformers"``.
+        module: Top-level module. Its ``__version__`` is the version that counts, because forks have
+            other distribution names.
+        versions: Supported version range, such as ``">=5.17"``.
+        tested: Newest tested version.
+        canary: ``"module:function"`` that returns the parts to test once for each version newer
+            than `tested` (see `canary.Canary`). None trusts newer versions whose signatures match.
+        install_hint: Command that installs a supported version.
+
     Raises:
-        ValueError: `canary` is not readable as a function.
+        ValueError: `canary` is not of the form ``"module:function"``.
     """
 
     name: str
@@ -34,20 +36,23 @@ class Toolkit:
             _check_function(self.canary)
 
     def supports(self, version: str) -> bool:
-        """Whether ``version`` is in the supported range; development versions are taken by their number.
+        """Return whether ``version`` is in the supported range. Pre-releases are accepted.
 
         Raises:
-            ValueError: a version or the range is not readable as such.
+            ValueError: The version or the range cannot be parsed.
         """
-        from packaging.specifiers import (
-            SpecifierSet,
-        )  # a quarter of what `import fastgen` would take
+        # Imported lazily: these imports would be a quarter of the time of `import fastgen`.
+        from packaging.specifiers import SpecifierSet
         from packaging.version import Version
 
         return SpecifierSet(self.versions).contains(Version(version), prereleases=True)
 
     def has_tested(self, version: str) -> bool:
-        """Whether ``version`` is not newer than the newest that is tested; raises as `supports` does."""
+        """Return whether ``version`` is at most the newest tested version.
+
+        Raises:
+            ValueError: One of the versions cannot be parsed.
+        """
         from packaging.version import Version
 
         return Version(version) <= Version(self.tested)
@@ -55,27 +60,34 @@ class Toolkit:
 
 @dataclass(frozen=True)
 class Patch:
-    """One thing that is patched.
+    """A replacement for one function or method of a toolkit.
 
     Attributes:
-        name: ``"<toolkit's name>.<what>"``, as in ``FASTGEN_SKIP`` and `fastgen.status`.
-        toolkit: the library it belongs to.
-        target: ``"module:function"`` or ``"module:Class.method"``. A classmethod or staticmethod stays one.
-        replacement: ``"module:function"``, called as ``function(original, *args, **kwargs)``, where a method's
-            arguments begin with self and a classmethod's with the class, and so they are passed to ``original``.
-        parameters: the names with which the target's parameters must begin, ``self`` or ``cls`` included.
-        help: what it does, one line.
-        inner: whether it only serves the plan of an outer patch; where no plan runs, the original is called at once.
-        when: module after whose import it is applied, where that is not the target's: one of the toolkit's own that
-            comes before the target is needed.
-        covers: what users lose without it, such as ``"beam search"``: where it cannot be applied, the first call of its
-            target warns. Empty where nobody would miss it by itself.
-        parts: the parts of the canary that have to agree, all of them where none is named; where all of these differ,
-            the original runs. A replacement that serves several asks for each by itself (`engine.declined`).
-        mends: whether the toolkit would fail without it, on today's versions or where it is given more than it knows.
-            It stays in place in `disabled()` and with ``FASTGEN=compat``, where the toolkit's own code runs otherwise.
+        name: ``"<toolkit name>.<patch>"``, as used in ``FASTGEN_SKIP`` and `fastgen.status`.
+        toolkit: The library it belongs to.
+        target: ``"module:function"`` or ``"module:Class.method"``. A classmethod or staticmethod
+            remains one.
+        replacement: ``"module:function"``, called as ``function(original, *args, **kwargs)``. The
+            arguments of a method begin with self, those of a classmethod with the class, and
+            ``original`` takes them in the same form.
+        parameters: Names that the target's parameters must begin with, including ``self`` or
+            ``cls``.
+        help: One-line description.
+        inner: Whether it only serves the plan of an outer patch. If no plan is running, the
+            original is called directly.
+        when: Module whose import triggers the patch; None for the target's own module. It is a
+            module of the toolkit that is imported before the target is needed.
+        covers: What users lose without it, such as ``"beam search"``. If the patch cannot be
+            applied, the first call of its target warns. Empty if users would not notice.
+        parts: Parts of the canary that must agree; empty for all parts. If all of them differ, the
+            original runs. A replacement that serves several parts checks each of them with
+            `engine.declined`.
+        mends: Whether it fixes a failure of the toolkit, either with current versions of its
+            dependencies or for inputs that only fastgen supports. It stays active in `disabled()`
+            and with ``FASTGEN=compat``, where the toolkit otherwise runs its own code.
+
     Raises:
-        ValueError: a name, target or function is not of the form above.
+        ValueError: A name, target or function does not have the form above.
     """
 
     name: str
@@ -98,21 +110,24 @@ class Patch:
 
     @property
     def address(self) -> Address:
-        """The target, read."""
+        """The parsed target."""
         return Address.parse(self.target)
 
     @property
     def awaited(self) -> str:
-        """The module whose import it waits for."""
+        """The module whose import triggers the patch."""
         return self.when or self.address.module
 
     def within(self, prefix: str) -> bool:
-        """Whether ``prefix`` is the patch's name or a dotted beginning of it, such as the toolkit's name."""
+        """Return whether ``prefix`` is the name or a dotted prefix of it, such as the toolkit."""
         return f"{self.name}.".startswith(f"{prefix}.")
 
 
 class FallbackError(RuntimeError):
-    """With ``FASTGEN_STRICT=1``: a call would have run the toolkit's own code."""
+    """Raised when a call would fall back to the toolkit's own code.
+
+    Only with ``FASTGEN_STRICT=1`` or inside a canary.
+    """
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} fell back: {reason}")
@@ -124,7 +139,7 @@ class FallbackError(RuntimeError):
 
 
 class PatchError(RuntimeError):
-    """With ``FASTGEN_STRICT=1``: a patch could not be applied."""
+    """Raised with ``FASTGEN_STRICT=1`` when a patch could not be applied."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name} failed: {reason}")

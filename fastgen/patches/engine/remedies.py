@@ -1,9 +1,9 @@
-"""What a user can change where fastgen does not accelerate a call, by the reason that it gives."""
+"""Advice to users, by the reason why fastgen did not accelerate a call."""
 
 import re
 
 _REMEDIES: tuple[tuple[str, str], ...] = (
-    # a regular expression that the reason must contain, and the advice
+    # (regular expression to search for in the reason, advice)
     (
         r"the weights are (b?float16|half)",
         'on a CPU load the model with dtype="float32" where memory allows',
@@ -54,5 +54,5 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def remedy_for(reason: str) -> str:
-    """Return what to change where a reason stands in the way; empty where nothing is known to help."""
+    """Return advice on how to avoid a fallback reason; empty if none is known."""
     return next((advice for pattern, advice in _REMEDIES if re.search(pattern, reason)), "")

@@ -1,4 +1,4 @@
-"""The place of a patch's target: what lies there, and putting a wrapper there and taking it away again."""
+"""Patch targets: locate an attribute of a module or class, install a wrapper, and remove it."""
 
 import functools
 import inspect
@@ -17,11 +17,11 @@ _TARGET = re.compile(r"(?P<module>\w+(?:\.\w+)*):(?P<path>\w+(?:\.\w+)*)")
 
 @dataclass(frozen=True)
 class Address:
-    """A target as text: ``module:name`` or ``module:Class.method``.
+    """A parsed target, ``module:name`` or ``module:Class.method``.
 
     Attributes:
-        module: the module to import.
-        path: dotted attribute names below the module.
+        module: Name of the module to import.
+        path: Dotted attribute path within the module.
     """
 
     module: str
@@ -29,10 +29,10 @@ class Address:
 
     @classmethod
     def parse(cls, target: str) -> "Address":
-        """Read a target.
+        """Parse a target.
 
         Raises:
-            ValueError: not of one of the two forms.
+            ValueError: The target has neither of the two forms.
         """
         match = _TARGET.fullmatch(target)
         if match is None:
@@ -40,10 +40,10 @@ class Address:
         return cls(match["module"], match["path"])
 
     def find(self, module: ModuleType) -> "Slot":
-        """Return the target's place in ``module``.
+        """Return the slot of the target in ``module``.
 
         Raises:
-            LookupError: something on the way to it, or the target itself, is not there.
+            LookupError: The target or one of its parents does not exist.
         """
         *parents, name = self.path.split(".")
         owner: object = module
@@ -59,39 +59,43 @@ class Slot:
     """An attribute of a module or class.
 
     Attributes:
-        owner: the module or class.
-        name: the attribute's name.
+        owner: The module or class.
+        name: Name of the attribute.
     """
 
     owner: Any
     name: str
 
     def read(self) -> object:
-        """Return what lies there as it is stored: a classmethod or staticmethod object, not what it binds to.
+        """Return the stored value without binding it, such as a classmethod or staticmethod object.
 
         Raises:
-            LookupError: nothing is there.
+            LookupError: The attribute does not exist.
         """
         return _attribute(self.owner, self.name)
 
     def write(self, value: object) -> None:
-        """Put ``value`` there."""
+        """Set the attribute to ``value``."""
         setattr(self.owner, self.name, value)
 
     @property
     def inherited(self) -> bool:
-        """Whether what is read there belongs to a base class."""
+        """Whether the attribute is inherited from a base class."""
         return self.name not in vars(self.owner)
 
 
 class Layer:
-    """One wrapper of ours in a slot. Inactive, it is transparent: it may have to stay, below the wrappers of others.
+    """A wrapper around the function in a slot.
+
+    An inactive wrapper calls the original. It can remain installed like that, because it cannot be
+    removed once other wrappers are on top of it.
 
     Args:
-        slot: where it goes.
-        replacement: called as ``replacement(original, *args, **kwargs)`` in place of the function there.
+        slot: The slot to wrap.
+        replacement: Called as ``replacement(original, *args, **kwargs)`` instead of the function.
+
     Raises:
-        TypeError: there is no function in the slot.
+        TypeError: The slot holds no function.
     """
 
     def __init__(self, slot: Slot, replacement: Function) -> None:
@@ -109,7 +113,8 @@ class Layer:
                 return original(*args, **kwargs)
             return replacement(original, *args, **kwargs)
 
-        # It names no global, as it gets the original's. Dynamo reads its closure, which may hold functions alone.
+        # References no globals, because it runs with those of the original. Dynamo inspects its
+        # closure, which may hold only functions.
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_traced():
                 return original(*args, **kwargs)
@@ -122,16 +127,16 @@ class Layer:
         )
 
     def install(self) -> None:
-        """Put the wrapper into the slot and make it active."""
+        """Install the wrapper in the slot and activate it."""
         skip_frames(self._wrapper)
         self.slot.write(self._installed)
         self.active = True
 
     def remove(self) -> bool:
-        """Make the wrapper transparent, and put back what was there if the wrapper is still what lies there.
+        """Deactivate the wrapper, and restore the original if nothing is on top of the wrapper.
 
         Returns:
-            whether the slot is as it was before the wrapper came.
+            Whether the slot now holds what it held before the wrapper was created.
         """
         self.active = False
         if self.on_top and self._inherited:
@@ -142,7 +147,7 @@ class Layer:
 
     @property
     def on_top(self) -> bool:
-        """Whether the wrapper itself lies in the slot."""
+        """Whether the slot holds the wrapper itself, with no other wrapper on top."""
         return self._there is self._installed
 
     @property
@@ -154,7 +159,7 @@ class Layer:
 
     @property
     def reachable(self) -> bool:
-        """Whether the wrapper lies in the slot, or below wrappers that name what they wrap."""
+        """Whether the wrapper is in the slot, or below wrappers that set ``__wrapped__``."""
         try:
             top = function_in(self.slot.read())
             return (
@@ -166,10 +171,11 @@ class Layer:
 
 
 def function_in(value: object) -> Function:
-    """Return the function that a slot's value holds: itself, or what a classmethod or staticmethod is made of.
+    """Return the function that a slot's value holds, unwrapping a classmethod or staticmethod.
 
     Raises:
-        TypeError: it holds no function (a class is none: patching it would miss its subclasses and instances).
+        TypeError: The value is not a function. Classes are rejected, because patching them would
+            miss their subclasses and instances.
     """
     function: Any = value
     if isinstance(value, (classmethod, staticmethod)):

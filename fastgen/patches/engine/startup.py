@@ -1,4 +1,4 @@
-"""Whether fastgen can start in this environment: asked before anything is patched."""
+"""Check of the environment that runs before anything is patched."""
 
 import difflib
 from importlib.util import find_spec
@@ -7,18 +7,16 @@ from fastgen.config import settings
 from fastgen.errors import MissingPackageError, VariableError, needs
 from fastgen.patches.engine.counts import entries
 
-_REMOVED = {
-    "fairseq.refine",
-    "transformers.loss",
-}  # patches of earlier releases: scripts may still skip them
+# Patches of earlier releases, which existing scripts may still list in FASTGEN_SKIP.
+_REMOVED = {"fairseq.refine", "transformers.loss"}
 
 
 def check() -> None:
-    """Look at every variable, and for the package that import hooks need.
+    """Validate all environment variables, and check that wrapt is installed.
 
     Raises:
-        VariableError: a variable holds a value that it cannot have.
-        MissingPackageError: wrapt is not installed.
+        VariableError: A variable has an invalid value.
+        MissingPackageError: wrapt, which the import hooks need, is not installed.
     """
     skip = settings().skip
     for name in skip:

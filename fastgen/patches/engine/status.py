@@ -1,4 +1,4 @@
-"""What fastgen has done in this process, as `fastgen.status()` returns it: plain data that prints as a summary."""
+"""The report that `fastgen.status()` returns: plain data that prints as a summary."""
 
 import sys
 from collections import Counter
@@ -24,7 +24,10 @@ State = Literal["pending", "applied", "skipped", "failed", "off"]
 
 @dataclass(eq=False)
 class Entry:
-    """A patch and what became of it so far: the engine's own record, changed under its lock."""
+    """A declared patch and its current state.
+
+    This is the engine's own record. Changes to it are made under `counts.lock`.
+    """
 
     patch: Patch
     state: State = "off"
@@ -48,18 +51,25 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """One patch.
+    """The status of one patch.
 
     Attributes:
-        name: as in ``FASTGEN_SKIP``.
-        help: what it does, one line.
-        target: what it wraps.
-        state: pending (its toolkit is not imported yet), applied, skipped (by choice: FASTGEN_SKIP, a version that is
-            not supported, a canary that found a difference), failed (the toolkit is not as expected), off (disabled).
-        reason: why it is so; may be empty for an applied one.
-        hits: calls that ran fastgen's code.
-        fallbacks: calls that ran the toolkit's own code instead, by reason.
-        left_off: what some of the hits did without, with the reason: in how many; and why calls were left alone.
+        name: Name, as used in ``FASTGEN_SKIP``.
+        help: One-line description.
+        target: The function or method that it wraps.
+        state: One of
+
+            - ``"pending"``: the module that it waits for is not imported yet;
+            - ``"applied"``;
+            - ``"skipped"``: FASTGEN_SKIP names it, the toolkit's version is not supported, or the
+              canary found differences;
+            - ``"failed"``: the toolkit's code is not as expected;
+            - ``"off"``: disabled.
+        reason: Why it is in this state; may be empty for an applied patch.
+        hits: Number of calls that ran fastgen's code.
+        fallbacks: Number of calls that ran the toolkit's own code instead, by reason.
+        left_off: Number of calls without some feature, by feature and reason. Also holds the calls
+            that were skipped because the original is faster, by reason.
     """
 
     name: str
@@ -74,14 +84,14 @@ class Row:
 
 @dataclass(frozen=True)
 class ToolkitRow:
-    """One toolkit.
+    """The status of one toolkit.
 
     Attributes:
-        name: of the toolkit.
-        found: the imported version, or that there is none yet.
-        supported: version range.
-        tested: the newest version tested.
-        canary: for a newer version, what the comparison with the unpatched toolkit said.
+        name: Name of the toolkit.
+        found: The imported version, ``"not imported"`` or ``"not installed"``.
+        supported: Supported version range.
+        tested: Newest tested version.
+        canary: For a newer version, the result of comparing it with the unpatched toolkit.
     """
 
     name: str
@@ -93,26 +103,31 @@ class ToolkitRow:
 
 @dataclass(frozen=True)
 class Status:
-    """What fastgen has done. ``print(status)`` shows a summary; ``status["transformers.beam_search"]`` is one patch.
+    """What fastgen has done in this process.
+
+    ``print(status)`` shows a summary. ``status["transformers.beam_search"]`` returns one patch.
 
     Attributes:
-        version: fastgen's.
-        enabled: whether the patches are switched on as a whole.
-        compat: whether only those that mend a toolkit are (``FASTGEN=compat``).
-        toolkits: what they are made for, and what is there.
-        calls: the calls of this process, by model class and method.
-        rows: the patches.
-        parity: the calls of parity mode (``FASTGEN_PARITY=1``) by outcome: equal, near tie, different, or why run once.
-        operations: calls of the operations that have a Triton kernel or are written in C, by operation and path
-            (triton, native, reference).
-        native: the operations in C for the CPU, and why they do not run; empty before any operation.
-        bild: what big-little decoding has done, summed over all texts: tokens, drafted, large_calls, small_calls,
-            fallbacks, rollbacks; empty where there was none.
-        memory: bytes that are held between calls to save time, by what holds them: packed weights, buffers, CUDA
-            graphs' buffers. `fastgen.release` drops them.
-        memory_by_model: the same by model class, of those for which something is held.
-        not_packed: of how many MiB of weights there was no memory for a copy, and why; empty where there was for all.
-        verbose: whether it prints every patch and operation.
+        version: Version of fastgen.
+        enabled: Whether all patches are enabled.
+        compat: Whether only the patches that fix a toolkit are enabled (``FASTGEN=compat``).
+        toolkits: The supported toolkits and the versions found.
+        calls: Calls in this process, by model class and decoding method.
+        rows: The patches.
+        parity: Parity-mode calls (``FASTGEN_PARITY=1``) by outcome: equal, near tie, different, or
+            why a call was not compared.
+        operations: Calls of the operations that have a Triton kernel or a C implementation, by
+            operation and path (triton, native, reference).
+        native: State of the C operations for the CPU, with the reason if they do not run; empty
+            before any operation has run.
+        bild: Counters of big-little decoding, summed over all texts: tokens, drafted, large_calls,
+            small_calls, fallbacks, rollbacks. Empty if it was not used.
+        memory: Bytes held between calls to save time, by holder: packed weights, buffers, CUDA
+            graph buffers. `fastgen.release` frees them.
+        memory_by_model: The same by model class, for the classes that hold memory.
+        not_packed: How many MiB of weights could not be packed for lack of memory, and why; empty
+            if all were.
+        verbose: Whether to print every patch and operation.
     """
 
     version: str
@@ -137,7 +152,7 @@ class Status:
         raise KeyError(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain dicts and tuples, which JSON can hold."""
+        """Return the status as plain dicts and tuples, ready for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -149,7 +164,7 @@ class Status:
         return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
     def _header(self) -> list[str]:
-        """Versions, what runs, and what does not."""
+        """Return the lines on versions, patches in each state, and patches that do not run."""
         state = (
             "enabled"
             if self.enabled
@@ -161,10 +176,10 @@ class Status:
         for toolkit in self.toolkits:
             rows = [row for row in self.rows if row.name.startswith(f"{toolkit.name}.")]
             states = Counter(row.state for row in rows)
-            found = [f"{states[state]} {text}" for state, text in _STATES.items() if states[state]]
-            is_there = toolkit.found[0].isdigit()
-            tested = f" ({toolkit.tested} is the newest tested)" if is_there else ""
-            detail = f": {', '.join(found)}" if is_there or not self.enabled else ""
+            counts = [f"{states[state]} {text}" for state, text in _STATES.items() if states[state]]
+            is_imported = toolkit.found[0].isdigit()
+            tested = f" ({toolkit.tested} is the newest tested)" if is_imported else ""
+            detail = f": {', '.join(counts)}" if is_imported or not self.enabled else ""
             lines.append(f"{toolkit.name} {toolkit.found}{tested}{detail}")
             if toolkit.canary not in ("", "not needed"):
                 lines.append(f"  newer than tested, so that it is compared first: {toolkit.canary}")
@@ -204,19 +219,22 @@ class Status:
 
     def _in_short(self) -> list[list[str]]:
         outcomes = [f"{outcome} {count}" for outcome, count in sorted(self.parity.items())]
-        together = [f"{name} {count}" for name, count in self.bild.items()]
+        bild = [f"{name} {count}" for name, count in self.bild.items()]
         return [
             [f"operations in C for the CPU: {self.native}"] if self.native else [],
             self._of_memory(),
             [f"parity mode: {', '.join(outcomes)}"] if outcomes else [],
-            [f"big-little decoding: {', '.join(together)}"] if together else [],
+            [f"big-little decoding: {', '.join(bild)}"] if bild else [],
             [
-                "every patch, with all counts: fastgen.status(verbose=True), or `fastgen status --all`"
+                (
+                    "every patch, with all counts: fastgen.status(verbose=True), "
+                    "or `fastgen status --all`"
+                )
             ],
         ]
 
     def _of_memory(self) -> list[str]:
-        """What is held between calls, in all and by model class, and what there was no memory for."""
+        """Return the lines on memory held between calls and on weights that were not packed."""
         lines: list[str] = []
         if any(self.memory.values()):
             lines.append(
@@ -243,7 +261,7 @@ class Status:
                 for why, count in sorted(row.fallbacks.items())
             ]
         outcomes = [(outcome, str(count)) for outcome, count in sorted(self.parity.items())]
-        together = [(name, str(count)) for name, count in self.bild.items()]
+        bild = [(name, str(count)) for name, count in self.bild.items()]
         operations = [
             (name, *(str(by.get(path, 0)) for path in _PATHS))
             for name, by in self.operations.items()
@@ -255,23 +273,26 @@ class Status:
             [f"operations in C for the CPU: {self.native}"] if self.native else [],
             self._of_memory(),
             _table(("parity", "calls"), outcomes, numbers=(1,)) if outcomes else [],
-            _table(("big-little decoding", "sum"), together, numbers=(1,)) if together else [],
+            _table(("big-little decoding", "sum"), bild, numbers=(1,)) if bild else [],
         ]
 
 
 _STATES: dict[State, str] = {
-    "applied": "patches run", "pending": "wait for modules that are not imported", "skipped": "are skipped",
-    "failed": "have failed", "off": "are off",
-}  # fmt: skip
+    "applied": "patches run",
+    "pending": "wait for modules that are not imported",
+    "skipped": "are skipped",
+    "failed": "have failed",
+    "off": "are off",
+}
 
 
 def _listed(sizes: Mapping[str, int]) -> str:
-    found = sorted(((count, name) for name, count in sizes.items() if count), reverse=True)
-    return ", ".join(f"{name} {readable(count)}" for count, name in found)
+    ordered = sorted(((count, name) for name, count in sizes.items() if count), reverse=True)
+    return ", ".join(f"{name} {readable(count)}" for count, name in ordered)
 
 
 def readable(count: float) -> str:
-    """Bytes as text, ``1.5 GiB``."""
+    """Format a number of bytes, such as ``1.5 GiB``."""
     for unit in ("bytes", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -290,18 +311,18 @@ def report(
     together: Mapping[str, int],
     verbose: bool,
 ) -> Status:
-    """Return the present state.
+    """Return the current status.
 
     Args:
-        mode: what is switched on.
-        entries: the patches.
-        versions: toolkit name -> version found.
-        canaries: toolkit name -> the canary of a version newer than tested.
-        absent: the top modules of toolkits that are not installed.
-        groups: the calls by model class and method.
-        compared: calls of parity mode by outcome.
-        together: what big-little decoding counts.
-        verbose: whether it prints every patch.
+        mode: Which patches are enabled.
+        entries: The patches.
+        versions: Installed version by toolkit name.
+        canaries: Canary by toolkit name, for versions newer than tested.
+        absent: Top-level modules of toolkits that are not installed.
+        groups: Calls by model class and decoding method.
+        compared: Parity-mode calls by outcome.
+        together: Counters of big-little decoding by name.
+        verbose: Whether the status prints every patch.
     """
     toolkits = dict.fromkeys(entry.patch.toolkit for entry in entries)
     return Status(
@@ -332,7 +353,10 @@ def report(
 
 
 def _native() -> str:
-    """What there is in C, where operations have run in this process; calls of others may be counted without."""
+    """Return the state of the C operations; empty if no operation has run in this process.
+
+    Calls of other processes may be counted although the library is not loaded here.
+    """
     loaded = sys.modules.get("fastgen.ops.native")
     return loaded.state() if calls and loaded is not None else ""
 
@@ -346,10 +370,10 @@ def _toolkit_row(
     toolkit: Toolkit, version: str | None, canary: Canary | None, absent: bool
 ) -> ToolkitRow:
     found = version or ("not installed" if absent else "not imported")
-    said = "not needed" if version else ""
+    canary_text = "not needed" if version else ""
     if canary is not None:
-        said = str(canary.verdict or "asked at the first patched call")
-    return ToolkitRow(toolkit.name, found, toolkit.versions, toolkit.tested, said)
+        canary_text = str(canary.verdict or "asked at the first patched call")
+    return ToolkitRow(toolkit.name, found, toolkit.versions, toolkit.tested, canary_text)
 
 
 def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
@@ -358,8 +382,8 @@ def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
         reasons = [f"{patch.toolkit.name} is not installed", patch.toolkit.install_hint]
     elif state == "pending":
         reasons = [f"{patch.awaited} is not imported yet"]
-    elif state == "applied" and (found := _declined(patch, canary)) is not None:
-        state, reasons = found
+    elif state == "applied" and (verdict := _declined(patch, canary)) is not None:
+        state, reasons = verdict
     elif state == "applied" and entry.layer is not None and not entry.layer.on_top:
         reasons += ["others have patched over it since"]
     elif state == "off":
@@ -380,11 +404,14 @@ def _row(entry: Entry, canary: Canary | None, absent: bool) -> Row:
 
 
 def _declined(patch: Patch, canary: Canary | None) -> tuple[State, list[str]] | None:
-    """The state and reasons of a patch of which the canary declined something; None where it declined nothing."""
+    """Return the state and reasons of a patch that the canary declined, in full or in part.
+
+    None if the canary declined nothing.
+    """
     if canary is None or canary.verdict is None or patch.mends:
         return None
-    if (found := canary.verdict.declines(patch.parts)) is not None:
-        return "skipped", [f"the canary found: {found}"]
+    if (reason := canary.verdict.declines(patch.parts)) is not None:
+        return "skipped", [f"the canary found: {reason}"]
     differing = [
         canary.verdict.differing[part] for part in patch.parts if part in canary.verdict.differing
     ]

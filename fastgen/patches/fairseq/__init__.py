@@ -1,6 +1,7 @@
-"""What fastgen patches in fairseq: plain data. The code lies in the modules that the records name.
+"""The patches of fairseq, as plain data; the code is in the modules that the records name.
 
-The patches that mend let fairseq, which was last released for Python 3.10 and PyTorch 1.12, run on today's versions.
+Patches with `mends=True` let fairseq run on current versions: it was last released for Python 3.10
+and PyTorch 1.12.
 """
 
 from fastgen.patches.engine.engine import Patch, Toolkit
@@ -10,7 +11,8 @@ TOOLKIT = Toolkit(
     module="fairseq",
     versions=">=0.12.2,<0.13",
     tested="0.12.3.1",  # and 0.12.2
-    install_hint='pip install bitarray "hydra-core>=1.3.2,<1.4" numpy "omegaconf>=2.3" regex "sacrebleu>=1.4.12" tqdm '
+    install_hint='pip install bitarray "hydra-core>=1.3.2,<1.4" numpy "omegaconf>=2.3" regex '
+    '"sacrebleu>=1.4.12" tqdm '
     "&& pip install --no-deps fairseq==0.12.2",
 )
 
@@ -21,7 +23,8 @@ PATCHES = (
         target="dataclasses:_get_field",
         replacement="fastgen.patches.fairseq.mend:get_field",
         parameters=("cls", "a_name", "a_type"),
-        help="fairseq imports on Python 3.11 and later: its dataclasses may be defaults of each other",
+        help="fairseq imports on Python 3.11 and later: its dataclasses may be defaults of each "
+        "other",
         when="fairseq.dataclass.constants",
         mends=True,
     ),
@@ -31,7 +34,8 @@ PATCHES = (
         target="fairseq.checkpoint_utils:load_checkpoint_to_cpu",
         replacement="fastgen.patches.fairseq.mend:load_checkpoint",
         parameters=("path", "arg_overrides"),
-        help="checkpoints load on PyTorch 2.6 and later: the harmless classes that they hold are named, no others run",
+        help="checkpoints load on PyTorch 2.6 and later: the harmless classes that they hold are "
+        "named, no others run",
         mends=True,
     ),
     Patch(
@@ -40,7 +44,8 @@ PATCHES = (
         target="fairseq.modules.transformer_layer:TransformerEncoderLayerBase.forward",
         replacement="fastgen.patches.fairseq.mend:encoder_layer",
         parameters=("self", "x", "encoder_padding_mask", "attn_mask"),
-        help="padded sources pass PyTorch's fused encoder layer, which now wants to know the kind of the mask",
+        help="padded sources pass PyTorch's fused encoder layer, which now wants to know the kind "
+        "of the mask",
         mends=True,
     ),
     Patch(
@@ -49,8 +54,8 @@ PATCHES = (
         target="fairseq.ngram_repeat_block:NGramRepeatBlock.forward",
         replacement="fastgen.patches.fairseq.mend:ngram_block",
         parameters=("self", "tokens", "lprobs", "bsz", "beam_size", "step"),
-        help="--no-repeat-ngram-size works without fairseq's CUDA extension, where it does nothing; a size of 1 blocks "
-        "nothing, as in fairseq",
+        help="--no-repeat-ngram-size works without fairseq's CUDA extension, where it does "
+        "nothing; a size of 1 blocks nothing, as in fairseq",
         mends=True,
     ),
     Patch(
@@ -59,7 +64,8 @@ PATCHES = (
         target="fairseq.sequence_generator:EnsembleModel.set_decoder_beam_size",
         replacement="fastgen.patches.fairseq.mend:set_decoder_beam_size",
         parameters=("self", "beam_size"),
-        help="BART with one beam after a call with several attends to its own sentence, not to another",
+        help="BART with one beam after a call with several attends to its own sentence, not to "
+        "another",
         mends=True,
     ),
     Patch(
@@ -77,7 +83,8 @@ PATCHES = (
         target="fairseq.data.token_block_dataset:TokenBlockDataset._build_slice_indices",
         replacement="fastgen.patches.fairseq.mend:token_blocks",
         parameters=("sizes", "break_mode", "document_sep_len", "block_size"),
-        help="language models read texts line by line (also those given to the hub) with a numpy without `compat`",
+        help="language models read texts line by line (also those given to the hub) with a numpy "
+        "without `compat`",
         mends=True,
     ),
     Patch(
@@ -86,7 +93,8 @@ PATCHES = (
         target="fairseq.sequence_generator:SequenceGenerator._generate",
         replacement="fastgen.patches.fairseq.generator.generate:generate",
         parameters=("self", "sample", "prefix_tokens", "constraints", "bos_token"),
-        help="SequenceGenerator over one cache per sentence; linear layers with packed weights on a CPU",
+        help="SequenceGenerator over one cache per sentence; linear layers with packed weights on "
+        "a CPU",
         covers="generation",
     ),
     Patch(
@@ -112,7 +120,8 @@ PATCHES = (
         target="fairseq_cli.generate:main",
         replacement="fastgen.patches.fairseq.commands.generate_command:generate",
         parameters=("cfg",),
-        help="fairseq-generate: on a CPU by a process for each thread; its text is made and scored in the background",
+        help="fairseq-generate: on a CPU by a process for each thread; its text is made and scored "
+        "in the background",
     ),
     Patch(
         name="fairseq.interactive_command",
@@ -120,7 +129,8 @@ PATCHES = (
         target="fairseq_cli.interactive:main",
         replacement="fastgen.patches.fairseq.commands.interactive_command:interactive",
         parameters=("cfg",),
-        help="fairseq-interactive: on a CPU by a process for each thread; makes text and reads files in the background",
+        help="fairseq-interactive: on a CPU by a process for each thread; makes text and reads "
+        "files in the background",
     ),
     Patch(
         name="fairseq.options",
@@ -128,7 +138,7 @@ PATCHES = (
         target="fairseq.options:get_generation_parser",
         replacement="fastgen.patches.fairseq.commands.options:get_generation_parser",
         parameters=("interactive", "default_task"),
-        help="--postprocess-workers and --decode-hypothesis, as FastSeq has them; --generate-workers; --bild-small and "
-        "its like",
+        help="--postprocess-workers and --decode-hypothesis, as FastSeq has them; "
+        "--generate-workers; --bild-small and its like",
     ),
 )

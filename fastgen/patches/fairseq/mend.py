@@ -1,6 +1,8 @@
-"""What lets fairseq 0.12.2, last released for Python 3.10 and PyTorch 1.12, run on today's versions.
+"""Compatibility fixes that let fairseq 0.12.2 run on current versions.
 
-Each function is as narrow as it can be: it does something where fairseq would fail, and calls the original otherwise.
+That release was the last one; it was made for Python 3.10 and PyTorch 1.12. Each function is as
+narrow as possible: it changes only calls that would fail in fairseq, and forwards all others to the
+original.
 """
 
 import dataclasses
@@ -24,9 +26,10 @@ _Original = Callable[..., Any]
 
 
 def get_field(original: _Original, cls: type, a_name: str, *args: Any, **kwargs: Any) -> Any:
-    """`dataclasses._get_field`, where the default is a dataclass of fairseq's or hydra's.
+    """`dataclasses._get_field`, for defaults that are dataclasses of fairseq or hydra.
 
-    Such a default has no hash, and Python 3.11 takes what has none for mutable. For the time of the call it has one.
+    Python 3.11 treats an unhashable default as mutable and rejects it. The default's class gets a
+    hash for the duration of the call.
     """
     default = getattr(cls, a_name, None)
     if isinstance(default, dataclasses.Field):
@@ -42,10 +45,12 @@ def get_field(original: _Original, cls: type, a_name: str, *args: Any, **kwargs:
     try:
         return original(cls, a_name, *args, **kwargs)
     finally:
-        kind.__hash__ = None  # pyright: ignore[reportAttributeAccessIssue] what dataclasses puts there
+        # As `dataclasses` sets it.
+        kind.__hash__ = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# What fairseq writes into checkpoints beside tensors and plain containers: data, with nothing that runs.
+# Classes that fairseq writes into checkpoints besides tensors and plain containers. They hold data
+# and run no code.
 _ALLOWED = (
     "argparse.Namespace",
     *(
@@ -54,7 +59,7 @@ _ALLOWED = (
         for name in ("AverageMeter", "MetersDict", "StopwatchMeter", "SumMeter", "TimeMeter")
     ),
 )
-# Numbers that came from numpy, under the name that a version before 2 wrote, and of today's.
+# NumPy scalars, under their names in NumPy 1 and in NumPy 2.
 _NUMPY: tuple[Any, ...] = (
     np.dtype,
     *(type(np.dtype(kind)) for kind in f"?efd{np.typecodes['AllInteger']}"),
@@ -66,15 +71,15 @@ _NUMPY: tuple[Any, ...] = (
 
 
 class UntrustedCheckpointError(pickle.UnpicklingError):
-    """A checkpoint holds a class that is not known to be harmless."""
+    """A checkpoint contains a class that is not known to be harmless."""
 
 
 def load_checkpoint(original: _Original, path: Any, *args: Any, **kwargs: Any) -> Any:
-    """`checkpoint_utils.load_checkpoint_to_cpu`, with the classes named that PyTorch's safe loading may make.
+    """`checkpoint_utils.load_checkpoint_to_cpu`, with an allow-list for PyTorch's safe loading.
 
     Raises:
-        UntrustedCheckpointError: the checkpoint holds another class, or cannot be read safely; the message says which,
-            and what helps where the file is trusted.
+        UntrustedCheckpointError: The checkpoint contains another class, or cannot be read safely.
+            The message names the class, and says how to load a file that is trusted.
     """
     with torch.serialization.safe_globals([*_NUMPY, *_allowed()]):
         try:
@@ -86,7 +91,7 @@ def load_checkpoint(original: _Original, path: Any, *args: Any, **kwargs: Any) -
 
 
 def _allowed() -> Iterator[tuple[Any, str]]:
-    """What may be made, and its name in a pickle."""
+    """Yield each allowed object and its name in a pickle."""
     own = tuple(_full(name) for name in settings().fairseq_allow)
     classes: dict[str, Any] = {}
     for name in (*_ALLOWED, *own):
@@ -102,7 +107,7 @@ def _allowed() -> Iterator[tuple[Any, str]]:
                 raise VariableError("FASTGEN_FAIRSEQ_ALLOW", value, problem, remedy) from error
 
     def member(owner: Any, name: str) -> Any:
-        """What a pickle of protocol 2 calls for a class within a class: `getattr` for those that are allowed."""
+        """Resolve an allowed nested class, for which pickle protocol 2 calls `getattr`."""
         full = (
             f"{owner.__module__}.{owner.__qualname__}.{name}"
             if isinstance(owner, type)
@@ -116,7 +121,7 @@ def _allowed() -> Iterator[tuple[Any, str]]:
 
 
 def _full(name: str) -> str:
-    """A name with its module, which PyTorch leaves out for those of Python itself."""
+    """Return a name with its module, which PyTorch omits for Python's builtins."""
     return name if "." in name else f"builtins.{name}"
 
 
@@ -131,11 +136,14 @@ def _advice(path: str, error: str) -> str:
             or error
         )
         return (
-            f"{path} cannot be loaded safely: {reason.strip()}. If you trust the file, save it again in today's "
-            "form: torch.save(torch.load(path, weights_only=False), new_path)"
+            f"{path} cannot be loaded safely: {reason.strip()}. If you trust the file, save it "
+            "again in today's form: torch.save(torch.load(path, weights_only=False), new_path)"
         )
     name = _full(found[1] or found[2])
-    refused = f"{path} holds a {name}, which is not on the list of harmless classes, so that it was not loaded. "
+    refused = (
+        f"{path} holds a {name}, which is not on the list of harmless classes, so that it was not "
+        "loaded. "
+    )
     if "is blocked" in error:
         return f"{refused}It can run anything, and cannot be allowed"
     allowed = os.environ.get("FASTGEN_FAIRSEQ_ALLOW", "")
@@ -150,9 +158,14 @@ def encoder_layer(
     encoder_padding_mask: Tensor | None,
     attn_mask: Tensor | None = None,
 ) -> Any:
-    """`TransformerEncoderLayerBase.forward` where it would hand a mask to PyTorch's fused layer.
+    """`TransformerEncoderLayerBase.forward`, for calls that pass a mask to PyTorch's fused layer.
 
-    The fused layer has come to want the kind of its mask too, and raises without it.
+    PyTorch's fused layer now requires the type of its mask as well, and raises without it.
+
+    Args:
+        x: (S, B, C), as in the original; only three-dimensional inputs take the fused path.
+        encoder_padding_mask: Padding mask of the keys, or None.
+        attn_mask: Mask of queries and keys, or None.
     """
     mask = attn_mask if encoder_padding_mask is None else encoder_padding_mask
     fused = (
@@ -168,12 +181,13 @@ def encoder_layer(
         return original(self, x, encoder_padding_mask, attn_mask)
     engine.hit("fairseq.encoder_layer")
     first, last = self.self_attn_layer_norm, self.final_layer_norm
-    kind = 1 if encoder_padding_mask is not None else 0  # of keys, or of queries and keys
-    fused_layer: Any = getattr(torch, "_transformer_encoder_layer_fwd")
+    kind = 1 if encoder_padding_mask is not None else 0  # 1: mask of keys; 0: of queries and keys
+    fused_layer: Any = getattr(torch, "_transformer_encoder_layer_fwd")  # noqa: B009 - private
     return fused_layer(
-        x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias, self.out_proj_weight,
-        self.out_proj_bias, self.activation_relu_or_gelu == 2, False, first.eps, first.weight, first.bias, last.weight,
-        last.bias, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias, mask, kind,
+        x, self.embed_dim, self.num_heads, self.in_proj_weight, self.in_proj_bias,
+        self.out_proj_weight, self.out_proj_bias, self.activation_relu_or_gelu == 2, False,
+        first.eps, first.weight, first.bias, last.weight, last.bias,
+        self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias, mask, kind,
     )  # fmt: skip
 
 
@@ -186,10 +200,11 @@ def ngram_block(
     beam_size: int,
     step: int,
 ) -> Tensor:
-    """`NGramRepeatBlock.forward` on the tokens there are.
+    """`NGramRepeatBlock.forward`, restricted to the tokens generated so far.
 
-    Without its CUDA extension, which no release on PyPI holds, fairseq compares the last tokens of a table that is
-    filled with padding up to the longest text allowed, finds nothing, and blocks nothing.
+    Without its CUDA extension, which no release on PyPI contains, fairseq compares the last tokens
+    of a table that is padded to the maximum length. It finds no repeated n-gram, and blocks
+    nothing.
     """
     if not self.use_extension:
         tokens = tokens[:, : step + 1]
@@ -198,8 +213,11 @@ def ngram_block(
 
 
 def set_decoder_beam_size(original: _Original, self: Any, beam_size: int) -> None:
-    """`EnsembleModel.set_decoder_beam_size`, which leaves a number of an earlier call where the new one is 1."""
-    self.decoder_beam_size = beam_size  # for what follows
+    """`EnsembleModel.set_decoder_beam_size`, also for a beam size of 1.
+
+    The original leaves the beam size of an earlier call in the models if the new one is 1.
+    """
+    self.decoder_beam_size = beam_size  # read by `forward_encoder`
     original(self, beam_size)
     if beam_size == 1:
         for model in self.models:
@@ -209,9 +227,10 @@ def set_decoder_beam_size(original: _Original, self: Any, beam_size: int) -> Non
 
 
 def forward_encoder(original: _Original, self: Any, net_input: Any) -> Any:
-    """`EnsembleModel.forward_encoder`, with which a search begins.
+    """`EnsembleModel.forward_encoder`, after restoring the beam size of this generator.
 
-    The models may have the beam size of another generator that has been made since.
+    Each search starts with this call. A generator created later for the same models may have set
+    its own beam size in them.
     """
     beam_size = getattr(self, "decoder_beam_size", None)
     if beam_size is not None and any(hasattr(model, "set_beam_size") for model in self.models):
@@ -220,12 +239,16 @@ def forward_encoder(original: _Original, self: Any, net_input: Any) -> Any:
     return original(self, net_input)
 
 
-# What numpy has given up, and what it was.
+# `numpy.compat`, which NumPy has removed.
 _GIVEN_UP = SimpleNamespace(long=int)
 
 
 class _FormerNumpy:
-    """numpy with `compat`; missed: whether that has been used."""
+    """numpy with `compat`.
+
+    Attributes:
+        missed: Whether `compat` has been accessed.
+    """
 
     missed = False
 
@@ -237,13 +260,16 @@ class _FormerNumpy:
 
 
 def token_blocks(original: FunctionType, *args: Any, **kwargs: Any) -> Any:
-    """`TokenBlockDataset._build_slice_indices` with an `np` of its own: neither numpy nor fairseq is changed."""
+    """`TokenBlockDataset._build_slice_indices` with an `np` that has `compat`.
+
+    numpy and fairseq stay unchanged.
+    """
     numpy = _FormerNumpy()
     names = {**original.__globals__, "np": numpy}
     own = FunctionType(
         original.__code__, names, original.__name__, original.__defaults__, original.__closure__
     )
-    made = own(*args, **kwargs)
+    indices = own(*args, **kwargs)
     if numpy.missed:
         engine.hit("fairseq.token_blocks")
-    return made
+    return indices

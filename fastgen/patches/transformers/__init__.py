@@ -1,4 +1,4 @@
-"""What fastgen patches in transformers: plain data. The code lies in the modules that the records name."""
+"""Table of the patches of transformers; each record names the function that replaces its target."""
 
 from fastgen.patches.engine.engine import Patch, Toolkit
 
@@ -16,7 +16,7 @@ CACHES = "KV caches that callers give or get"
 
 
 def part_of(method: str, encoder_decoder: bool) -> str:
-    """The part of the canary that a decoding method of a kind of model belongs to."""
+    """Return the canary part that covers a decoding method of one kind of model."""
     return f"{method} of {ENCODER_DECODER if encoder_decoder else DECODER_ONLY}"
 
 
@@ -26,7 +26,7 @@ def _of_loops(*methods: str) -> tuple[str, ...]:
     )
 
 
-# Of each family: the folder of its code, the class of its layers, and its class for sentences.
+# Per family: package of the model code, encoder class, sequence classification class.
 _ENCODERS = (
     ("bert", "BertEncoder", "BertForSequenceClassification"),
     ("camembert", "CamembertEncoder", "CamembertForSequenceClassification"),
@@ -46,7 +46,8 @@ _OF_ENCODERS = tuple(
             target=f"transformers.models.{family}.modeling_{family}:{layers}.forward",
             replacement="fastgen.patches.transformers.encoders.encoder:encode",
             parameters=("self", "hidden_states", "attention_mask"),
-            help="an encoder's layers from their weights, on a CPU; without padding where nobody reads it",
+            help="an encoder's layers from their weights, on a CPU; "
+            "without padding where nobody reads it",
         ),
         Patch(
             name=f"transformers.classifier.{family}",
@@ -109,7 +110,8 @@ PATCHES = (
         target="transformers.generation.configuration_utils:GenerationConfig.get_generation_mode",
         replacement="fastgen.patches.transformers.generate.legacy_search:generation_mode",
         parameters=("self", "assistant_model"),
-        help="diverse and constrained beam search and contrastive search, which transformers 5 has taken out",
+        help="diverse and constrained beam search and contrastive search, "
+        "which transformers 5 has taken out",
         inner=True,
     ),
     Patch(
@@ -118,7 +120,8 @@ PATCHES = (
         target="transformers.modeling_utils:PreTrainedModel.get_compiled_call",
         replacement="fastgen.patches.transformers.generate.generate:compiled_call",
         parameters=("self", "compile_config"),
-        help="inside generate: a model whose forward transformers compiles gets its own linear layers and norms back",
+        help="inside generate: a model whose forward transformers compiles "
+        "gets its own linear layers and norms back",
         inner=True,
     ),
     Patch(
@@ -161,7 +164,8 @@ PATCHES = (
         target="transformers.generation.utils:GenerationMixin._validate_generation_mode",
         replacement="fastgen.patches.transformers.streaming.beam_streamer:validate",
         parameters=("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
-        help="a streamer with several beams hears tokens as soon as they are certain; transformers refuses one",
+        help="a streamer with several beams hears tokens as soon as they are certain; "
+        "transformers refuses one",
     ),
     *_OF_ENCODERS,
 )

@@ -1,8 +1,9 @@
-"""The installed transformers: every private name of it that fastgen uses, and what its releases have changed.
+"""Compatibility layer: private names of transformers, and differences between its releases.
 
-A release that renames or reorders something is one more entry of `RELEASES`. No other module under
-`patches/transformers` uses a private name of transformers or asks for its version, which `test_compat.py` checks;
-the records in `__init__.py` name their targets, whose signatures are checked when they are patched.
+A release that renames or reorders something becomes one more entry of `RELEASES`. No other module
+under `patches/transformers` uses a private name of transformers or checks its version;
+`test_compat.py` enforces this. The exception is the patch table in `__init__.py`: it names the
+patch targets, and the engine checks their signatures when it patches them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -18,15 +19,16 @@ from transformers.utils import output_capturing
 
 @dataclass(frozen=True)
 class Release:
-    """How a release of transformers, and those after it, do what others do differently.
+    """Behaviour of transformers from one release on.
 
     Attributes:
-        since: the first release that does so.
-        cache: what the KV cache is called among the arguments of `forward` and `generate`, and in their outputs.
-        ranks_drawn_beams: whether beam sampling sorts the candidates that it has drawn, best first.
-        bias_reaches_start: whether a bias (or ban) of several tokens also applies to a text of just the tokens before
-            the last one; else only to a longer text.
-        penalty_skips_padding: whether `repetition_penalty` leaves out the padding before a prompt.
+        since: First release that behaves this way.
+        cache: Name of the KV cache in the arguments of `forward` and `generate` and in their
+            outputs.
+        ranks_drawn_beams: Whether beam sampling sorts the drawn candidates, best first.
+        bias_reaches_start: Whether a bias (or ban) of n tokens already applies to a text of n - 1
+            tokens. Otherwise the text must be longer.
+        penalty_skips_padding: Whether `repetition_penalty` ignores the padding before a prompt.
     """
 
     since: str
@@ -40,53 +42,56 @@ _5_17 = Release("5.17")
 _5_23 = replace(_5_17, since="5.23", bias_reaches_start=True, penalty_skips_padding=True)
 _5_24 = replace(_5_23, since="5.24", cache="cache", ranks_drawn_beams=True)
 RELEASES = (_5_17, _5_23, _5_24)
-"""One entry for each release that changed something, oldest first."""
+"""One entry per release that changed something, oldest first."""
 
 
 def release_of(version: str) -> Release:
-    """Return the newest entry that a version has reached; a development version counts as the release it leads to.
+    """Return the newest entry that applies to a version.
+
+    A development version counts as the release that it leads to.
 
     Raises:
-        ValueError: the version is older than all entries.
+        ValueError: The version is older than every entry.
     """
-    found = [
+    reached = [
         release
         for release in RELEASES
         if Version(version).release >= Version(release.since).release
     ]
-    if not found:
+    if not reached:
         raise ValueError(
-            f"transformers {version} is older than {RELEASES[0].since}, the oldest that is supported"
+            f"transformers {version} is older than {RELEASES[0].since}, "
+            "the oldest that is supported"
         )
-    return found[-1]
+    return reached[-1]
 
 
 INSTALLED = release_of(transformers.__version__)
 
-# ---- the KV cache: arguments and outputs ----
+# The KV cache in arguments and outputs.
 
 CACHE = INSTALLED.cache
-"""What the KV cache is called among the arguments of a forward and in the outputs of forwards and of `generate`."""
+"""Name of the KV cache in the arguments of `forward` and in outputs."""
 
 CACHE_ARGUMENTS = frozenset({CACHE, "past_key_values", "cache_params"})
-"""The names under which `generate` takes a KV cache: its own, and older ones that it renames."""
+"""Names under which `generate` accepts a KV cache: the current one, and older ones it renames."""
 
 
 def cache_of(arguments: Any) -> Any:
-    """Return the KV cache among the arguments of a forward, or in an output; None where there is none."""
+    """Return the KV cache from forward arguments or from an output; None if there is none."""
     return arguments.get(CACHE)
 
 
 def is_user_provided(cache: Any) -> bool:
-    """Whether a cache comes from the caller of `generate`, which marks it so."""
+    """Return whether the caller of `generate` provided a cache; `generate` marks such caches."""
     return getattr(cache, "_is_user_defined", False)
 
 
-# ---- a generation config, prepared ----
+# Generation configs.
 
 
 def eos_tokens(config: Any) -> Any:
-    """Return the tokens (N,) int64 that end a text, of a config that `generate` has prepared, or None."""
+    """Return the eos tokens (N,) int64 of a config that `generate` has prepared, or None."""
     return config._eos_token_tensor
 
 
@@ -96,46 +101,52 @@ def pad_token(config: Any) -> Any:
 
 
 def length_of_mask(config: Any) -> int:
-    """Return the length of the mask that `generate` made where the caller gave none; -1 where it made none."""
+    """Return the length of the mask that `generate` made by default; -1 if it made none."""
     return getattr(config, "_mask_length", -1)
 
 
 def prepare_config(model: Any, config: Any, options: dict[str, Any]) -> Any:
-    """Return the generation config of a call that is given a config, or None, and options."""
+    """Return the generation config of a call.
+
+    Args:
+        config: The generation config passed to `generate`, or None.
+        options: The keyword arguments passed to `generate`.
+    """
     return model._prepare_generation_config(config, **options)[0]
 
 
 def compiles_everywhere(config: Any) -> bool:
-    """Whether a generation config asks to compile the forward on a CPU too."""
+    """Return whether a generation config asks to compile the forward on CPUs too."""
     return getattr(config.compile_config, "_compile_all_devices", False)
 
 
-# ---- what the decoding loops call of a model ----
+# Model methods that the decoding loops call.
 
 BEAM_LOOP, SAMPLE_LOOP = "_beam_search", "_sample"
 LOOPS: dict[str, Literal["beam", "sample"]] = {BEAM_LOOP: "beam", SAMPLE_LOOP: "sample"}
-"""The methods of `GenerationMixin` that are patched decoding loops."""
+"""Decoding loops of `GenerationMixin` that fastgen patches, by method name."""
 
 CALLED_BY_LOOP = {
     "sample": ("_prefill", "_has_unfinished_sequences"),
     "beam": (
-        "_prefill", "_get_top_k_continuations", "_get_running_beams_for_next_iteration", "_update_finished_beams",
-        "_check_early_stop_heuristic", "_beam_search_has_unfinished_sequences",
+        "_prefill", "_get_top_k_continuations", "_get_running_beams_for_next_iteration",
+        "_update_finished_beams", "_check_early_stop_heuristic",
+        "_beam_search_has_unfinished_sequences",
     ),
 }  # fmt: skip
-"""The methods that transformers' loops call and the loops here do not, or not as often."""
+"""Methods that transformers' loops call and fastgen's loops call less often or never."""
 
 STEP_METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-"""The methods that make the arguments of a decode step."""
+"""Methods that make the arguments of a decode step."""
 
 
 def prefill(model: Any, input_ids: Tensor, config: Any, arguments: dict[str, Any]) -> Any:
-    """Run the prompt through the model, in chunks where the config says so; return the outputs of its forward."""
+    """Run prefill, in chunks if the config says so, and return the outputs of the forward."""
     return model._prefill(input_ids, config, arguments, is_first_iteration=True)
 
 
 def arguments_of_next(model: Any, outputs: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the forward behind the one that gave `outputs`."""
+    """Return the arguments of the forward that follows the one that returned `outputs`."""
     return model._update_model_kwargs_for_generation(
         outputs, arguments, is_encoder_decoder=model.config.is_encoder_decoder
     )
@@ -144,60 +155,63 @@ def arguments_of_next(model: Any, outputs: Any, arguments: dict[str, Any]) -> di
 def expand(
     model: Any, rows: int, input_ids: Tensor, arguments: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return token ids and arguments with so many rows in the place of each."""
+    """Return token ids and arguments with every row repeated `rows` times."""
     return model._expand_inputs_for_generation(
         rows, model.config.is_encoder_decoder, input_ids, **arguments
     )
 
 
 def decode_context(model: Any) -> AbstractContextManager[Any]:
-    """Return the context in which transformers runs decode steps."""
+    """Return the context manager in which transformers runs decode steps."""
     return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
 def warn_of_compilation(model: Any, config: Any, arguments: dict[str, Any]) -> None:
-    """Have transformers say that nothing is compiled, where a call asks for it."""
+    """Have transformers log that nothing is compiled, if a call asks for compilation."""
     if config.compile_config is not None:
         model._valid_auto_compile_criteria(arguments, config)
 
 
-# ---- what a model is ----
+# Properties of a model.
 
 
 def has_own(model: Any, name: str) -> bool:
-    """Whether a model's class overrides a method of `GenerationMixin`, which may be gone in a newer release."""
+    """Return whether a model's class overrides a method of `GenerationMixin`.
+
+    A newer release may have removed the method.
+    """
     return getattr(cast(Any, type(model)), name, None) is not getattr(GenerationMixin, name, None)
 
 
 def reorders_its_cache(model: Any) -> bool:
-    """Whether a model has code of its own that puts its cache in the order of the beams."""
+    """Return whether a model has its own code to reorder the cache by beams."""
     return hasattr(model, "_reorder_cache")
 
 
 def has_states(model: Any) -> bool:
-    """Whether a model keeps anything but keys and values between steps."""
+    """Return whether a model keeps state other than keys and values between steps."""
     return getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache()
 
 
 def attention_of(config: Any) -> str:
-    """Return the name of a model's attention function."""
+    """Return the name of the attention function in a model config."""
     return config._attn_implementation
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Set the name of a model's attention function, without loading anything."""
+    """Set the name of the attention function in a model config, without loading anything."""
     config._attn_implementation = name
 
 
 def collects_outputs() -> bool:
-    """Whether hidden states or attentions of the modules that run are being collected."""
+    """Return whether hidden states or attentions of running modules are being collected."""
     return bool(cast(Any, output_capturing)._active_collector.get())
 
 
-# ---- a model object on which `generate` prepares a call and runs nothing ----
+# Methods of a model that `introspection.prepared` replaces, so that `generate` prepares a call
+# without running anything.
 
 VALIDATE = "_validate_generation_mode"
 REPOSITORY = "_get_deprecated_gen_repo"
 ENCODE_IMAGES = "_prepare_multimodal_encoder_kwargs_for_generation"
 STATIC_CACHE_SHAPE = "_get_static_cache_init_shape"
-"""The methods of a model that are replaced then."""

@@ -1,16 +1,22 @@
-"""What a server answers: JSON in, JSON or server-sent events out, and the limits between.
+"""Answers of a server: JSON in, JSON or server-sent events out, within the limits of its settings.
 
-    POST /generate        {"text": "..."}          {"output": "...", "outputs": ["..."], "tokens": 7, "model": "..."}
-                          {"texts": ["...", ...]}  {"answers": [{"output": ...}, ...], "model": "..."}
-                          with "options": {"num_beams": 4, ...} (`requests.Wanted`); with "stream": true events
-    POST /v1/completions  as OpenAI's, with `Wanted`'s options beside its own
-    GET /health           {"status": "ok", "model": ..., "version": ..., "waiting": 0}
-    GET /status           `fastgen.status()`, and what became of the texts so far
-    GET /metrics          what `metrics.Metrics` counts, in Prometheus' text format
+    POST /generate
+        {"text": "..."}          -> {"output": "...", "outputs": ["..."], "tokens": 7, "model":
+        "..."} {"texts": ["...", ...]}  -> {"answers": [{"output": ...}, ...], "model": "..."} with
+        "options": {"num_beams": 4, ...} (`requests.Wanted`); with "stream": true, events
+    POST /v1/completions
+        as OpenAI's, with the options of `Wanted` in addition
+    GET /health
+        {"status": "ok", "model": ..., "version": ..., "waiting": 0}
+    GET /status
+        `fastgen.status()`, and counts of the texts so far
+    GET /metrics
+        `metrics.Metrics` in Prometheus' text format
 
-400: the request is not as above; 404, 405: no such address or method; 413: it is too long; 500: the model failed;
-503: too many wait, with Retry-After. All of these answer {"error": "..."}; for completions the error is an object, as
-OpenAI's. Behind the first event of a stream, an event with such an error is its last one.
+Errors are 400 for an invalid request, 404 and 405 for an unknown path or method, 413 for a request
+that is too long, 500 if the model failed, and 503 with Retry-After if too many texts wait. The
+answer is {"error": "..."}; for completions the error is an object, as OpenAI's. After the first
+event of a stream, an error is sent as the stream's last event.
 """
 
 from __future__ import annotations
@@ -41,16 +47,19 @@ from fastgen.ray.settings import Settings
 class _Alike(NamedTuple):
     """What the texts of a batch have in common.
 
-    begins: that each output has a first token of its own.
+    Attributes:
+        generation: options of the request as (name, value) pairs.
+        begins: whether each output has a first token of its own.
     """
 
     generation: tuple[tuple[str, Any], ...]
     begins: bool
 
 
-_NAMES = {"target_lang", "forced_bos_token"}  # options that say how outputs begin
+_NAMES = {"target_lang", "forced_bos_token"}  # options that set the first token of an output
 
-_MAX_SOURCE = 1024  # tokens, where neither the settings nor the tokenizer say how many
+# The most tokens of a source, unless the settings set a limit or the tokenizer's is lower.
+_MAX_SOURCE = 1024
 
 _METHODS = {
     "/generate": "POST",
@@ -60,14 +69,14 @@ _METHODS = {
     "/metrics": "GET",
 }
 
-_LEFT = 499  # what is logged and counted of a client that has left before its answer
+_LEFT = 499  # status that is logged and counted if the client disconnected before its answer
 
 _log = logging.getLogger("ray.serve")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A status of HTTP and what is sent with it: JSON, text, or the events of a stream."""
+    """HTTP status and body: JSON, text, or the events of a stream."""
 
     status: int
     content: dict[str, Any] | str | AsyncIterator[str]
@@ -78,10 +87,11 @@ class Api:
     """A model that answers requests.
 
     Args:
-        replica: the name of the replica, for its metrics.
+        settings: settings of the server.
+        replica: name of the replica, for its metrics.
 
     Attributes:
-        gather: what all replicas count.
+        gather: returns the metrics of all replicas.
 
     Raises:
         CommandError: there is no such model, or it cannot generate with the settings' arguments.
@@ -95,18 +105,18 @@ class Api:
             self.generator.tokenizer.model_max_length, _MAX_SOURCE
         )
         self.generator.options = replace(self.generator.options, max_source_tokens=limit)
-        (first,) = self.generator(["."])  # a wrong argument is found here, not by the first client
+        (first,) = self.generator(["."])  # finds wrong arguments before the first request does
         if isinstance(first, Problem):
             raise CommandError(f"{settings.shown_name} cannot generate: {first.reason}")
         self.metrics = Metrics(settings.shown_name, replica, lambda: len(self.merger.waiting))
         self.gather: Callable[[], Awaitable[list[list[Metric]]]] = self._own_metrics
         self.merger = Merger[Source, _Alike, Sequences | Problem](
-            self._generate, batch_tokens=settings.batch_tokens, most=settings.max_waiting, linger=settings.linger,
-            on_batch=self.metrics.batches.observe,
+            self._generate, batch_tokens=settings.batch_tokens, most=settings.max_waiting,
+            linger=settings.linger, on_batch=self.metrics.batches.observe,
         )  # fmt: skip
 
     async def __call__(self, method: str, path: str, body: bytes = b"") -> Answer:
-        """Answer a request; log and count it when all of its answer is sent."""
+        """Answer a request; log and count it once the whole answer is sent."""
         began = time.perf_counter()
         try:
             answer = await self._answer(method, path, body)
@@ -145,7 +155,7 @@ class Api:
     async def _noted(
         self, events: AsyncIterator[str], method: str, path: str, began: float
     ) -> AsyncIterator[str]:
-        """The events of a stream, which is logged and counted at its end."""
+        """Yield the events of a stream; log and count it at its end."""
         status, first = _LEFT, True
         try:
             async for one in events:
@@ -155,7 +165,8 @@ class Api:
                 yield one
             status = 200
         finally:
-            await events.aclose()  # type: ignore[attr-defined]  # a generator, which has what it waits for leave
+            # Closing the generator cancels the answer that it waits for.
+            await events.aclose()  # type: ignore[attr-defined]
             self._note(method, path, status, began)
 
     def _note(self, method: str, path: str, status: int, began: float) -> None:
@@ -168,12 +179,13 @@ class Api:
         return [self.metrics.families()]
 
     def check(self) -> None:
-        """Raise RuntimeError where requests would wait for ever, or none be answered any more."""
+        """Raise RuntimeError if requests would wait forever, or none can be answered any more."""
         self.merger.check()
         if self._failed is not None:
             raise RuntimeError(f"the device has failed: {self._failed}")
 
     def health(self) -> dict[str, Any]:
+        """Return the answer to /health."""
         return {
             "status": "ok",
             "model": self.settings.shown_name,
@@ -188,7 +200,7 @@ class Api:
         return {"texts": counts, "fastgen": fastgen.status().to_dict()}
 
     async def _own(self, body: bytes) -> dict[str, Any] | AsyncIterator[str]:
-        """The answer to a request to /generate."""
+        """Answer a request to /generate."""
         asked = Asked.read(body)
         model = self.settings.shown_name
         if asked.stream:
@@ -202,7 +214,7 @@ class Api:
         return found[0] | {"model": model}
 
     async def _completion(self, body: bytes) -> dict[str, Any] | AsyncIterator[str]:
-        """The answer to a request to /v1/completions."""
+        """Answer a request to /v1/completions."""
         completion = Completion.read(body, self.settings.shown_name)
         asked, wanted = completion.asked(), completion.stream_options
         if wanted is not None and not asked.stream:
@@ -225,10 +237,11 @@ class Api:
         return sources, await self.merger.submit(sources, alike)
 
     def _stream(self, asked: Asked, shown: Own | Completions) -> AsyncIterator[str]:
-        """The events of a request, which waits from now on.
+        """Enqueue a request and return its events.
 
         Raises:
-            Refused, QueueFull: as where no stream is asked for; or it is no single text.
+            Refused: the request is invalid, or has more than one output.
+            QueueFull: too many texts wait.
         """
         if len(asked.sources) > 1:
             raise Refused(400, f"{len(asked.sources)} texts: a stream has one")
@@ -263,7 +276,8 @@ class Api:
                 yield event(shown.error(found.reason if isinstance(found, Problem) else ""))
                 return
             (ids,) = found.ids.tolist()
-            if ids[: len(stream.tokens)] != stream.tokens:  # drawn anew, when the model had failed
+            # After a failure of the model, the text was generated a second time.
+            if ids[: len(stream.tokens)] != stream.tokens:
                 yield event(shown.error("the text was generated anew and has become another"))
                 return
             counted = usage(len(source), output.tokens)
@@ -272,14 +286,13 @@ class Api:
                 yield event(one)
             yield DONE
         finally:
-            answer.cancel()  # whoever leaves
+            answer.cancel()  # if the client has disconnected
 
     def _reason(self, ids: Sequence[int], options: Wanted) -> str:
-        """Why a text ended, as OpenAI has it."""
+        """Return why a text ended, as OpenAI's finish_reason: "length" or "stop"."""
         end = next((place for place, token in enumerate(ids) if token in self.generator.ends), None)
-        forced = (
-            self._in_force("forced_eos_token_id", options) is not None
-        )  # which ends a text at its longest
+        # A forced end token ends a text that reaches its length limit.
+        forced = self._in_force("forced_eos_token_id", options) is not None
         cut = end is None or (forced and end + 1 >= self._in_force("max_new_tokens", options))
         return "length" if cut else "stop"
 
@@ -289,7 +302,11 @@ class Api:
         return outputs
 
     def _sources(self, asked: Asked) -> tuple[list[Source], _Alike]:
-        """The sources of a request that is within the limits, and what they share with those of their batch."""
+        """Return the sources of a request, and what they must share with the others in their batch.
+
+        Raises:
+            Refused: the request exceeds a limit.
+        """
         self._check(asked)
         generation = asked.options.model_dump(exclude_none=True, exclude=_NAMES)
         first = self._first_token(asked.options)
@@ -297,7 +314,7 @@ class Api:
         return sources, _Alike(tuple(generation.items()), first is not None)
 
     def _check(self, asked: Asked) -> None:
-        """Raise Refused where a request is beyond the limits, but for tokens."""
+        """Raise Refused if a request exceeds a limit other than that of source tokens."""
         settings, options = self.settings, asked.options
         if len(asked.sources) > settings.max_texts:
             raise Refused(413, f"{len(asked.sources)} texts, {settings.max_texts} at most")
@@ -312,20 +329,20 @@ class Api:
         beams, sequences = (
             self._in_force(name, options) or 1 for name in ("num_beams", "num_return_sequences")
         )
-        drawn = beams == 1 and self._in_force("do_sample", options)  # as many as one likes
+        drawn = beams == 1 and self._in_force("do_sample", options)  # any number of sequences
         if sequences > beams and not drawn:
             raise Refused(
                 400, f"num_return_sequences = {sequences}, {beams} at most, as many as num_beams"
             )
 
     def _in_force(self, name: str, options: Wanted) -> Any:
-        """An argument of `generate`: the request's, else the settings', else the model's own."""
+        """Return an argument of `generate`: the request's, the settings' or the model's own."""
         stored = getattr(self.generator.model.generation_config, name, None)
-        said = self.generator.generation | options.model_dump(exclude_none=True)
-        return said.get(name, stored)
+        arguments = self.generator.generation | options.model_dump(exclude_none=True)
+        return arguments.get(name, stored)
 
     def _first_token(self, options: Wanted) -> int | None:
-        """What outputs begin with, by the request or else for all; None where that is not said, or they do not."""
+        """Return the first token of the outputs; None if neither request nor settings set one."""
         names = self.generator.names
         try:
             if options.target_lang is not None:
@@ -351,7 +368,7 @@ class Api:
     def _generate(
         self, sources: list[Source], alike: _Alike, wanted: Callable[[int], bool], tell: Tell | None
     ) -> list[Sequences | Problem]:
-        """Sequences of some sources; tokenizers are left to the other thread."""
+        """Generate sequences for a batch in the merger's thread; the other thread tokenizes."""
         generator = copy.copy(self.generator)
         generator.generation = generator.generation | dict(alike.generation)
         try:

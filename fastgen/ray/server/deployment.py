@@ -1,10 +1,11 @@
-"""The Ray Serve deployment: `Api` in replicas, which Serve starts, watches and shares the requests between.
+"""Ray Serve deployment of `Api`: Serve starts replicas, watches them and balances requests.
 
-serve run fastgen.ray:app model=FOLDER cpus=2
-fastgen serve FOLDER --cpus 2
+Examples:
+    serve run fastgen.ray:app model=FOLDER cpus=2
+    fastgen serve FOLDER --cpus 2
 """
 
-# Without postponed annotations: Serve makes `app`'s settings of a command's words by the class it sees there.
+# No postponed annotations: Serve parses its command's arguments by the class in `app`'s signature.
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,21 +18,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from fastgen.ray.server.api import Api
 from fastgen.ray.settings import Settings
 
-_TRIES = 2  # to bring a replica up: wrong settings do not become right by trying
+_TRIES = 2  # attempts to start a replica; more would not fix wrong settings
 
-_STREAMED = {
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}  # that no proxy holds events back
+# Keeps proxies from buffering events.
+_STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-_GATHERING = 10.0  # seconds that the replicas' metrics are waited for
+_GATHERING = 10.0  # seconds to wait for the metrics of all replicas
 
 
 class Replica:
-    """A model behind HTTP; what it answers is in `fastgen.ray.server.api`.
+    """A model behind HTTP; `fastgen.ray.server.api` defines its answers.
 
     Args:
-        settings: all but what `app` makes of them: replicas, their resources, and Serve's own limits.
+        settings: settings of the server. `app` applies the number of replicas, their resources, and
+            Serve's own limits.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -41,9 +41,8 @@ class Replica:
             self.api.gather = self._gather
 
     async def __call__(self, request: Request) -> Response:
-        path = (
-            request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
-        )  # behind the application's prefix
+        # The path after the application's prefix.
+        path = request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"
         answer = await self.api(request.method, path, await request.body())
         if isinstance(answer.content, AsyncIterator):
             return StreamingResponse(answer.content, answer.status, _STREAMED, "text/event-stream")
@@ -52,15 +51,15 @@ class Replica:
         return JSONResponse(answer.content, answer.status, answer.headers)
 
     def check_health(self) -> None:
-        """Serve asks this from time to time, and replaces a replica in which it raises."""
+        """Raise if the replica must be replaced. Serve calls this regularly."""
         self.api.check()
 
     def families(self) -> list[Metric]:
-        """What this replica counts."""
+        """Return the metrics of this replica."""
         return self.api.metrics.families()
 
     async def _gather(self) -> list[list[Metric]]:
-        """What all replicas count, but those that are gone."""
+        """Return the metrics of all replicas that answer in time."""
         handle = serve.get_deployment_handle(self._context.deployment, self._context.app_name)
         found = await handle.broadcast("families").results_async(
             timeout_s=_GATHERING, return_exceptions=True
@@ -69,11 +68,11 @@ class Replica:
 
 
 Server: Any = serve.deployment(Replica, name="Server")
-"""The deployment; `app` gives it the limits and resources of its settings."""
+"""The deployment; `app` applies the limits and resources of the settings."""
 
 
 def app(settings: Settings) -> serve.Application:
-    """The application of `serve run fastgen.ray:app` and `serve.run`, with the limits of its settings."""
+    """Return the application for `serve run fastgen.ray:app` and `serve.run`."""
     return Server.options(
         num_replicas=settings.replicas,
         max_ongoing_requests=settings.max_requests,
@@ -81,5 +80,5 @@ def app(settings: Settings) -> serve.Application:
         backpressure_config=BackpressureConfig(status_code=503, retry_after_s=settings.retry_after),
         max_constructor_retry_count=_TRIES,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
-        logging_config={"enable_access_log": False},  # which knows no paths: `Api` logs requests
+        logging_config={"enable_access_log": False},  # `Api` logs requests, with their paths
     ).bind(settings)

@@ -1,4 +1,4 @@
-"""Small requests become batches: those that wait together, of like lengths and with the same options."""
+"""Merging of small requests into batches of similar lengths and equal options."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Options = TypeVar("Options", bound=Hashable)
 Found = TypeVar("Found")
 
 Listener = Callable[[list[int]], Found | None]
-"""Hears tokens of one text as they come; where it returns an answer, the text is answered and no longer waited for."""
+"""Receives tokens of one text as they are generated. Returning an answer completes the text."""
 Tell = Callable[[int, list[int]], object]
-"""Called with the place of a text in its batch, and tokens of it."""
+"""Called with the index of a text in its batch, and new tokens of it."""
 
 
 class QueueFull(Exception):
-    """More would wait than may; nothing of the request was taken."""
+    """Error: more texts would wait than allowed. Nothing of the request was enqueued."""
 
 
 @dataclass(eq=False)
@@ -39,23 +39,27 @@ class _Waiting(Generic[Source, Options, Found]):
 
 
 class Merger(Generic[Source, Options, Found]):
-    """Merges what is asked for at one time into batches, which a thread of its own generates one after the other.
+    """Merges concurrent requests into batches, which a thread generates one after the other.
 
-    While a batch runs, requests gather; then the one that has waited longest goes next, with those of its options
-    whose lengths are closest to its own, as many as make a batch. A request that nobody waits for any more is dropped
-    before its batch begins; in a batch that runs, whoever generates is told.
+    While a batch runs, requests queue. The next batch consists of the oldest text and those with
+    the same options whose lengths are closest to its own, up to `batch_tokens`. Cancelled texts are
+    dropped before their batch begins; in a running batch, `generate` can poll for cancellation.
 
-    Attributes:
-        batches, generated: that were taken, and texts in them. left: of those, texts whose client left.
-        dropped: texts that were in none.
     Args:
-        generate: makes the answers of some sources under the same options, in their order; it runs in the thread. It is
-            given whether somebody still waits for one of them, by its place, and what tells the tokens of a text; None
-            where nobody listens.
-        batch_tokens: of a batch, padding counted; a longer text is a batch by itself.
-        most: texts that may wait.
-        linger: seconds that a text waits for others where none is under way.
+        generate: `generate(sources, options, wanted, tell)` returns the answers of a batch, in
+            order, and runs in the thread. `wanted(i)` is False once text i is cancelled or
+            answered. `tell(i, tokens)` reports new tokens of text i; it is None if no text has a
+            listener.
+        batch_tokens: the most tokens of a batch, padding included. A longer text is a batch by
+            itself.
+        most: the most texts that may wait.
+        linger: seconds that a text waits for others if no batch is running.
         on_batch: called with the number of texts of each batch.
+    Attributes:
+        batches: number of batches so far.
+        generated: number of texts in them.
+        left: number of these texts that were cancelled while their batch ran.
+        dropped: number of texts that were cancelled before they were in a batch.
     """
 
     def __init__(
@@ -82,46 +86,50 @@ class Merger(Generic[Source, Options, Found]):
         self._task: asyncio.Task[None] | None = None
 
     async def submit(self, sources: Sequence[Source], options: Options) -> list[Found]:
-        """The answers of some texts, in their order.
+        """Return the answers of some texts, in order.
 
         Raises:
-            QueueFull: they would be more than may wait.
+            QueueFull: more texts would wait than allowed.
         """
-        return await asyncio.gather(
-            *self.enqueue(sources, options)
-        )  # which cancels them with the caller
+        # Cancelling `gather` cancels the answers.
+        return await asyncio.gather(*self.enqueue(sources, options))
 
     def enqueue(
         self, sources: Sequence[Source], options: Options, listener: Listener[Found] | None = None
     ) -> list[asyncio.Future[Found]]:
-        """Let some texts wait; return their answers to be. A text whose answer is cancelled leaves.
+        """Enqueue some texts and return the futures of their answers.
+
+        Cancelling a future cancels its text.
 
         Args:
-            listener: called in the event loop with tokens of a text; texts that share a batch need not all have one.
+            sources: the texts.
+            options: options of generation, the same for all of them.
+            listener: called in the event loop with new tokens of a text. Texts that share a batch
+                need not all have one.
 
         Raises:
-            QueueFull: they would be more than may wait.
+            QueueFull: more texts would wait than allowed.
         """
         self._drop()
         if len(self.waiting) + len(sources) > self.most:
             raise QueueFull(f"{len(self.waiting)} texts wait, {self.most} at most")
         loop = asyncio.get_running_loop()
-        asked = [
+        queued = [
             _Waiting[Source, Options, Found](one, options, loop.create_future(), listener)
             for one in sources
         ]
-        self.waiting += asked
+        self.waiting += queued
         if self._task is None:
             self._task = loop.create_task(self._run())
-        return [one.answer for one in asked]
+        return [one.answer for one in queued]
 
     def check(self) -> None:
-        """Raise RuntimeError where what waits would wait for ever."""
+        """Raise RuntimeError if no batch will run any more."""
         if self._task is not None and self._task.done():
             raise RuntimeError(f"no batch is taken any more: {self._task.exception()!r}")
 
     async def _run(self) -> None:
-        """Generate until nothing waits."""
+        """Generate batches until the queue is empty."""
         await asyncio.sleep(self.linger)
         while batch := self._take():
             await self._answer(batch)
@@ -145,7 +153,7 @@ class Merger(Generic[Source, Options, Found]):
         try:
             found = await loop.run_in_executor(self._thread, *call, tell)
             answers = dict(zip(batch, found, strict=True))
-        except Exception as error:  # it is theirs who asked, and not the next batch's affair
+        except Exception as error:  # fails this batch's requests, not the next batch
             for one in batch:
                 if not one.answer.done():
                     one.answer.set_exception(error)
@@ -156,16 +164,15 @@ class Merger(Generic[Source, Options, Found]):
                 one.answer.set_result(answer)
 
     def _take(self) -> list[_Waiting[Source, Options, Found]]:
-        """The next batch; none where nothing waits."""
+        """Remove and return the next batch; empty if nothing waits."""
         self._drop()
         if not self.waiting:
             return []
         oldest = self.waiting[0]
         length = len(oldest.source)
         alike = [one for one in self.waiting if one.options == oldest.options]
-        alike.sort(
-            key=lambda one: abs(len(one.source) - length)
-        )  # stable: the oldest first of equals
+        # The sort is stable: of equals, the oldest comes first.
+        alike.sort(key=lambda one: abs(len(one.source) - length))
         batch, width = list[_Waiting[Source, Options, Found]](), 0
         for one in alike:
             width = max(width, len(one.source))
@@ -177,7 +184,7 @@ class Merger(Generic[Source, Options, Found]):
         return batch
 
     def _drop(self) -> None:
-        """Forget what nobody waits for."""
+        """Drop texts that were cancelled or answered."""
         kept = [one for one in self.waiting if not one.answer.done()]
         self.dropped += len(self.waiting) - len(kept)
         self.waiting = kept

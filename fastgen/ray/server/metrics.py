@@ -1,4 +1,4 @@
-"""What a server counts, in Prometheus' text format."""
+"""Metrics of a server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ _TEXTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """What one replica counts.
+    """Metrics of one replica.
 
     Args:
-        model: its name. replica: the replica's, a label of all that it counts.
-        waiting: how many texts wait.
+        model: name of the model.
+        replica: name of the replica, a label of all its metrics.
+        waiting: returns the number of texts that wait.
     """
 
     def __init__(self, model: str, replica: str, waiting: Callable[[], int]) -> None:
         self._replica, self._registry = replica, (registry := CollectorRegistry())
         self.requests = Counter(
-            "fastgen_requests", "Requests by path and HTTP status; 499: the client left.", ["path", "status"],
-            registry=registry,
+            "fastgen_requests", "Requests by path and HTTP status; 499: the client left.",
+            ["path", "status"], registry=registry,
         )  # fmt: skip
         self.seconds = Histogram(
-            "fastgen_request_seconds", "Time from a request to the end of its answer.", ["path"], buckets=_SECONDS,
-            registry=registry,
+            "fastgen_request_seconds", "Time from a request to the end of its answer.", ["path"],
+            buckets=_SECONDS, registry=registry,
         )  # fmt: skip
         self.first_token = Histogram(
-            "fastgen_time_to_first_token_seconds", "Time from a streamed request to its first text.", ["path"],
-            buckets=_SECONDS, registry=registry,
+            "fastgen_time_to_first_token_seconds",
+            "Time from a streamed request to its first text.", ["path"], buckets=_SECONDS,
+            registry=registry,
         )  # fmt: skip
         self.batches = Histogram(
             "fastgen_batch_texts", "Texts of a batch.", buckets=_TEXTS, registry=registry
@@ -52,19 +54,19 @@ class Metrics:
         )
 
     def families(self) -> list[Metric]:
-        """All that is counted, with the replica's name."""
+        """Return all metrics, labelled with the replica's name."""
         return [_labelled(metric, self._replica) for metric in self._registry.collect()]
 
 
 def exposition(replicas: Iterable[Sequence[Metric]]) -> str:
-    """The text of what replicas count."""
-    found = dict[str, Metric]()
+    """Return the metrics of replicas as text; metrics of one name are combined."""
+    combined = dict[str, Metric]()
     for metric in (metric for families in replicas for metric in families):
-        found.setdefault(
+        combined.setdefault(
             metric.name, Metric(metric.name, metric.documentation, metric.type)
         ).samples += metric.samples
     registry = CollectorRegistry()
-    registry.register(_Collected(list(found.values())))
+    registry.register(_Collected(list(combined.values())))
     return prometheus_client.generate_latest(registry).decode()
 
 
@@ -77,8 +79,8 @@ class _Collected(prometheus_client.registry.Collector):
 
 
 def _labelled(metric: Metric, replica: str) -> Metric:
-    found = Metric(metric.name, metric.documentation, metric.type)
+    labelled = Metric(metric.name, metric.documentation, metric.type)
     for sample in metric.samples:
-        if not sample.name.endswith("_created"):  # when a series began, which doubles their number
-            found.samples.append(sample._replace(labels=sample.labels | {"replica": replica}))
-    return found
+        if not sample.name.endswith("_created"):  # timestamps that double the number of series
+            labelled.samples.append(sample._replace(labels=sample.labels | {"replica": replica}))
+    return labelled

@@ -1,4 +1,4 @@
-"""The bodies of requests: fastgen's own, and completions as OpenAI has them."""
+"""Request bodies: fastgen's own, and completions in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class Refused(Exception):
-    """A request that is answered with an error."""
+    """A request that is answered with an HTTP error.
+
+    Args:
+        status: the HTTP status.
+        error: the message.
+    """
 
     def __init__(self, status: int, error: str) -> None:
         super().__init__(error)
@@ -16,10 +21,10 @@ class Refused(Exception):
 
 
 class Wanted(BaseModel):
-    """The options of a request, as `generate` knows them.
+    """Options of a request, named as in `generate`.
 
-    Sampling is not among them: what is drawn depends on the neighbours in a batch, and each text is answered as if it
-    were alone.
+    Sampling is not among them: random draws depend on the other texts in a batch, but each text
+    must be answered as if it were alone.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -37,7 +42,7 @@ class Wanted(BaseModel):
 
 
 class Asked(BaseModel):
-    """The body of a request to /generate."""
+    """Body of a request to /generate."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -48,10 +53,10 @@ class Asked(BaseModel):
 
     @classmethod
     def read(cls, body: bytes) -> Asked:
-        """The request of a body.
+        """Parse a request.
 
         Raises:
-            Refused: it is none, or says neither text nor texts, or both.
+            Refused: the body is invalid, or has neither or both of text and texts.
         """
         asked = _validated(cls, body)
         if (asked.text is None) == (asked.texts is None):
@@ -60,11 +65,12 @@ class Asked(BaseModel):
 
     @property
     def sources(self) -> list[str]:
+        """The texts of the request."""
         return self.texts if self.texts is not None else [self.text or ""]
 
 
 class StreamOptions(BaseModel):
-    """include_usage: whether an event behind the text counts tokens."""
+    """Options of a stream; `include_usage` adds an event with token counts after the text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -72,7 +78,7 @@ class StreamOptions(BaseModel):
 
 
 class Completion(Wanted):
-    """The body of a request to /v1/completions: OpenAI's names, and the options of `Wanted` beside them."""
+    """Body of a request to /v1/completions: OpenAI's fields, and the options of `Wanted`."""
 
     prompt: str | list[str] = Field(min_length=1)
     model: str | None = None
@@ -84,26 +90,28 @@ class Completion(Wanted):
 
     @classmethod
     def read(cls, body: bytes, served: str) -> Completion:
-        """The request of a body.
+        """Parse a request.
 
         Args:
-            served: the model's name.
+            body: the JSON text.
+            served: name of the model.
 
         Raises:
-            Refused: it is none, asks for another model, or for what no request may ask for.
+            Refused: the body is invalid, or requests another model or sampling.
         """
-        found = _validated(cls, body)
-        if found.model not in (None, served):
-            raise Refused(404, f"there is no model {found.model!r}, but {served!r}")
-        if found.temperature:
+        completion = _validated(cls, body)
+        if completion.model not in (None, served):
+            raise Refused(404, f"there is no model {completion.model!r}, but {served!r}")
+        if completion.temperature:
             raise Refused(
                 400,
-                f"temperature = {found.temperature:g}: a request cannot ask for sampling; 0 is greedy",
+                f"temperature = {completion.temperature:g}: a request cannot ask for sampling; "
+                "0 is greedy",
             )
-        return found
+        return completion
 
     def asked(self) -> Asked:
-        """The same in fastgen's words."""
+        """Return the equivalent request to /generate."""
         own = self.model_dump(include=set(Wanted.model_fields))
         own["max_new_tokens"] = self.max_tokens or self.max_new_tokens
         own["num_return_sequences"] = self.n or self.num_return_sequences

@@ -1,4 +1,4 @@
-"""The text of one request as it comes: tokens become pieces of text, and pieces become server-sent events."""
+"""Text of one request while it is generated: tokens become pieces of text, then events."""
 
 from __future__ import annotations
 
@@ -13,35 +13,33 @@ import torch
 from fastgen.corpus.texts import Problem, Sequences
 
 DONE = "data: [DONE]\n\n"
-"""The last event of a stream that was not cut off."""
+"""The last event of a stream that did not fail."""
 
-_CONTEXT = 8  # tokens before the newest ones that are decoded with them
+_CONTEXT = 8  # earlier tokens that are decoded together with the newest ones
 _OPEN = re.compile(r"[\s\N{REPLACEMENT CHARACTER}]+$")
-_LONGEST = len(" n ' t")  # of what a tokenizer takes spaces out of
+_LONGEST = len(" n ' t")  # the longest text from which a tokenizer's clean-up removes spaces
 
 
 def event(content: dict[str, Any]) -> str:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
 class Pieces:
-    """The text of tokens that come one by one, in pieces that together are the text of all.
+    """Incremental decoder: the pieces of text that it returns add up to the whole text.
 
-    Held back are bytes that are no whole character yet, whitespace at the end, which an output does not have, and a
-    short end, where the tokenizer takes spaces before punctuation out.
+    It holds back incomplete UTF-8 characters, trailing whitespace (which outputs are stripped of)
+    and, if the tokenizer removes spaces before punctuation, a short end of the text.
 
     Args:
-        decode: the text of some tokens, special ones left out.
-        cleans: whether the tokenizer takes spaces before punctuation out.
+        decode: decodes tokens without the special ones.
+        cleans: whether the tokenizer removes spaces before punctuation.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], cleans: bool = False) -> None:
         self._decode, self._cleans = decode, cleans
-        self._recent, self._before = (
-            list[int](),
-            "",
-        )  # the newest tokens, and the text before theirs
+        # The newest tokens, and the text before theirs.
+        self._recent, self._before = list[int](), ""
         self.sent = ""
 
     def add(self, tokens: list[int]) -> str:
@@ -56,22 +54,23 @@ class Pieces:
         return self.end(found)
 
     def end(self, text: str) -> str:
-        """Return what is missing of a text; nothing where it is not the text of these tokens."""
+        """Return the rest of the whole text; empty if the text does not begin with what is sent."""
         piece = text[len(self.sent) :] if text.startswith(self.sent) else ""
         self.sent += piece
         return piece
 
     def _forget(self, whole: str) -> None:
-        """Decode old tokens no more, where the text of the newest does not depend on them."""
+        """Stop decoding old tokens if the text of the newest does not depend on them."""
         tail = self._decode(self._recent[-_CONTEXT:])
         if tail and whole.endswith(tail):
             self._before, self._recent = whole[: -len(tail)], self._recent[-_CONTEXT:]
 
 
 class Stream:
-    """The tokens of a text under way.
+    """Tokens of a text that is being generated.
 
     Args:
+        pieces: decodes the tokens.
         ends: the tokens that end a text.
     """
 
@@ -81,7 +80,7 @@ class Stream:
         self._news = asyncio.Event()
 
     def hear(self, tokens: list[int]) -> Sequences | None:
-        """Take tokens; return the answer, where the text is at its end: others of its batch may not be."""
+        """Add tokens; return the answer once the text ends, even if the batch goes on."""
         self.tokens += tokens
         self._news.set()
         if self.tokens[-1] not in self.ends:
@@ -89,7 +88,7 @@ class Stream:
         return Sequences(torch.tensor([self.tokens], dtype=torch.int64, device="cpu"), None)
 
     async def read(self, answer: asyncio.Future[Sequences | Problem]) -> AsyncIterator[str]:
-        """Yield pieces until the text is answered; what is missing then, `Pieces.end` has."""
+        """Yield pieces until the text is answered; `Pieces.end` then returns the rest."""
         answer.add_done_callback(lambda _: self._news.set())
         read = 0
         while not answer.done():

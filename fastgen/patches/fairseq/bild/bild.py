@@ -1,6 +1,7 @@
-"""Big-little decoding where fairseq's `SequenceGenerator` runs with one beam: `with fastgen.bild(small): ...`.
+"""Big-little decoding in fairseq's `SequenceGenerator`, with one beam (`fastgen.bild`).
 
-The large model is the generator's own. Its options are applied to what both models predict, in fairseq's order.
+The large model is the generator's own. The generator's options apply to the predictions of both
+models, in fairseq's order.
 """
 
 from collections import Counter
@@ -42,10 +43,11 @@ from fastgen.patches.fairseq.generator.shared_stepper import Member, Stepper
 
 @dataclass
 class Drafting:
-    """What is asked for in a context, and what has been done there.
+    """The options of a `bild` context, and its counters.
 
     Attributes:
-        counts: summed over all texts: tokens, drafted, large_calls, small_calls, fallbacks, rollbacks
+        options: The options of big-little decoding.
+        counts: Sums over all texts: tokens, drafted, large_calls, small_calls, fallbacks, rollbacks
             (`fastgen.decoding.speculative.bild.Counts`).
     """
 
@@ -53,25 +55,31 @@ class Drafting:
     counts: Counter[str] = field(default_factory=Counter[str])
 
     def __str__(self) -> str:
-        said = ", ".join(
+        summary = ", ".join(
             f"{self.counts[name]:,} {name.replace('_', ' ')}"
             for name in Counts.__dataclass_fields__
         )
-        return f"Big-little decoding: {said}"
+        return f"Big-little decoding: {summary}"
 
 
 _drafting: ContextVar[Drafting | None] = ContextVar("fastgen_fairseq_bild", default=None)
 
 
 def asked() -> Drafting | None:
-    """What is asked for in this context."""
+    """Return the `Drafting` of this context, or None."""
     return _drafting.get()
 
 
 def bild(
     small: Any, early_exit: int | None, asked: Mapping[str, Any]
 ) -> AbstractContextManager[Drafting]:
-    """See `fastgen.bild`; asked: by `bild_options.NAMES`."""
+    """See `fastgen.bild`.
+
+    Args:
+        small: The small model, or None.
+        early_exit: Number of the large model's layers that draft, or None.
+        asked: Options that were set, by `bild_options.NAMES`.
+    """
     return drafting(
         bild_options.options(_model_of(small), early_exit, asked, {}, ("small", "early_exit"))
     )
@@ -79,17 +87,19 @@ def bild(
 
 @contextmanager
 def drafting(options: Options) -> Generator[Drafting]:
-    """Within it, generators decode as the options say.
+    """Return a context within which generators run big-little decoding.
 
     Raises:
-        ValueError: fairseq's own generator would run.
+        ValueError: The patch `fairseq.generate` is not active, so that fairseq's own generator
+            would run.
     """
     if engine.is_disabled() or not engine.is_applied("fairseq.generate"):
         raise ValueError(
-            "big-little decoding runs in the place of SequenceGenerator, but fairseq.generate is not in it"
+            "big-little decoding runs in the place of SequenceGenerator, but fairseq.generate is "
+            "not in it"
         )
     if isinstance(options.small, nn.Module):
-        options.small.eval()  # as generators do with their own models
+        options.small.eval()  # generators do the same with their own models
     here = Drafting(options)
     token = _drafting.set(here)
     try:
@@ -99,7 +109,7 @@ def drafting(options: Options) -> Generator[Drafting]:
 
 
 def _model_of(small: Any) -> Any:
-    """A model, where a model, one in a list, or a hub interface of one is given."""
+    """Return the model of a model, of a list of one, or of a hub interface."""
     models = getattr(small, "models", small)
     if not isinstance(models, list | tuple | nn.ModuleList):
         return small
@@ -109,7 +119,11 @@ def _model_of(small: Any) -> Any:
 
 
 def check(generator: Any, options: Options) -> None:
-    """Raise ValueError where a generator cannot decode with these options; the message says why."""
+    """Check that a generator can decode with these options.
+
+    Raises:
+        ValueError: It cannot; the message says why.
+    """
     try:
         decide.check(generator, SequenceGenerator)
     except Unsupported as unsupported:
@@ -147,22 +161,29 @@ def check(generator: Any, options: Options) -> None:
 
 def _impossible(what: str) -> ValueError:
     return ValueError(
-        f"big-little decoding writes one model's likeliest tokens, which is not possible with {what}"
+        "big-little decoding writes one model's likeliest tokens, which is not possible with "
+        f"{what}"
     )
 
 
 def _check_dictionaries(large: Any, small: Any) -> None:
-    """Raise ValueError where two models do not read and write the same symbols."""
+    """Raise ValueError if the models do not have the same source and target symbols."""
     for side, part in (("source", "encoder"), ("target", "decoder")):
-        ours, theirs = (
+        large_dictionary, small_dictionary = (
             getattr(getattr(model, part, None), "dictionary", None) for model in (large, small)
         )
-        pairs = zip_longest(*([] if words is None else words.symbols for words in (ours, theirs)))
+        pairs = zip_longest(
+            *(
+                [] if words is None else words.symbols
+                for words in (large_dictionary, small_dictionary)
+            )
+        )
         for number, (one, other) in enumerate(pairs):
             if one != other:
                 raise ValueError(
-                    f"big-little decoding needs two models of one dictionary: symbol {number} of the {side} is "
-                    f"{one!r} to the large one and {other!r} to the small one"
+                    "big-little decoding needs two models of one dictionary: symbol "
+                    f"{number} of the {side} is {one!r} to the large one and {other!r} to the "
+                    "small one"
                 )
 
 
@@ -174,19 +195,21 @@ def generate(
     constraints: Tensor | None,
     bos_token: int | None,
 ) -> list[list[dict[str, Tensor]]]:
-    """What `SequenceGenerator._generate` returns, by both models.
+    """Return the result of `SequenceGenerator._generate`, decoded with both models.
 
     Raises:
-        ValueError: the call has what cannot be had here; the message says what.
+        ValueError: The call uses an unsupported feature; the message names it.
     """
     options = here.options
     plan = _planned(here, generator, sample, prefix_tokens, constraints)
     small = nullcontext() if options.small is None else routed(options.small)
     with engine.running(plan), routed(generator.model.models[0]), small:
-        found, counts, left_off = _decode(generator, plan, sample["net_input"], options, bos_token)
+        hypotheses, counts, left_off = _decode(
+            generator, plan, sample["net_input"], options, bos_token
+        )
     _count(here, counts)
     note_served(generator, plan, (*plan.left_off, *left_off), ())
-    return found
+    return hypotheses
 
 
 def rests(
@@ -196,10 +219,10 @@ def rests(
     prefix_tokens: Tensor | None,
     constraints: Tensor | None,
 ) -> bool:
-    """Whether a call is better the large model's own, as no round of it would draft.
+    """Return whether the large model should run a call alone because no round would draft.
 
     Raises:
-        ValueError: as `generate`.
+        ValueError: See `generate`.
     """
     if not _adaptive(here.options):
         return False
@@ -215,14 +238,22 @@ def of_large_alone(
     steps: Sequence[tuple[int, float]],
     seconds: float,
 ) -> list[list[dict[str, Tensor]]]:
-    """What `generate` returns of a call that rested; what it took is noted.
+    """Record the timings of a call that the large model ran alone, and return its result.
 
-    steps: rows and seconds of each. seconds: of the whole call, its encoder included.
+    Args:
+        here: The options and counters of the context.
+        generator: fairseq's generator.
+        found: The hypotheses of each sentence.
+        steps: Rows and seconds of each step.
+        seconds: Duration of the whole call, encoder included.
+
+    Returns:
+        The hypotheses, without attention, as `generate` returns them.
     """
     pace = _pace(generator, here.options, len(found))
-    assert pace is not None  # or it has not rested
-    for rows, of_step in steps[1:]:  # beside the prompt, as in rounds
-        pace.note(False, rows, rows, of_step)
+    assert pace is not None  # implied by `rests`
+    for rows, step_seconds in steps[1:]:  # without the prompt, as in rounds
+        pace.note(False, rows, rows, step_seconds)
     lengths = [len(hypothesis["tokens"]) for (hypothesis,) in found]
     pace.note_call(False, sum(lengths), seconds)
     _count(here, [Counts(tokens=length, large_calls=length) for length in lengths])
@@ -239,10 +270,10 @@ def _planned(
     prefix_tokens: Tensor | None,
     constraints: Tensor | None,
 ) -> Plan:
-    """How a call runs; ValueError where it has what cannot be had here."""
+    """Return the plan of a call; ValueError if the call uses an unsupported feature."""
     check(generator, here.options)
-    for what, given in {"a prefix": prefix_tokens, "constraints": constraints}.items():
-        if given is not None:
+    for what, value in {"a prefix": prefix_tokens, "constraints": constraints}.items():
+        if value is not None:
             raise _impossible(what)
     try:
         plan = replace(decide.decide(generator, sample, constraints), method="big-little decoding")
@@ -255,7 +286,7 @@ def _planned(
 
 
 def _pace(generator: Any, options: Options, sentences: int) -> Pace | None:
-    """The costs by which a call drafts; None where it always does."""
+    """Return the measured costs that decide about drafting; None if every round drafts."""
     if not _adaptive(options):
         return None
     return pace_of(generator.model.models[0], options.small, options.layers, sentences)
@@ -280,7 +311,7 @@ def _decode(
     options: Options,
     bos_token: int | None,
 ) -> tuple[list[list[dict[str, Tensor]]], list[Counts], tuple[str, ...]]:
-    """The hypotheses, counts of each sentence, and what was left off."""
+    """Return the hypotheses, the counts of each sentence, and the disabled features."""
     source, end = net_input["src_tokens"], generator.eos
     longest = longest_of(generator, source)
     start = source.new_full((plan.sentences, 1), end if bos_token is None else bos_token)
@@ -292,7 +323,7 @@ def _decode(
     else:
         small = _FirstLayers(large, options.layers)
     policy = Noting(Likeliest(0.0 if options.lossless else options.rollback))
-    together = Bild(
+    bild_loop = Bild(
         large=large,
         small=small,
         prompt=start,
@@ -308,17 +339,17 @@ def _decode(
         shared=options.layers is not None,
         pace=_pace(generator, options, plan.sentences),
     )
-    written: list[list[int]] = cast(Any, together.run()[:, 1:]).tolist()
+    written: list[list[int]] = cast(Any, bild_loop.run()[:, 1:]).tolist()
     texts = [
-        tokens[: counts.tokens] for tokens, counts in zip(written, together.counts, strict=True)
+        tokens[: counts.tokens] for tokens, counts in zip(written, bild_loop.counts, strict=True)
     ]
     scores = policy.scores_of(texts)
-    found = [
+    hypotheses = [
         [_hypothesis(generator, *each, source.device)] for each in zip(texts, scores, strict=True)
     ]
     return (
-        found,
-        together.counts,
+        hypotheses,
+        bild_loop.counts,
         large.left_off + (small.left_off if isinstance(small, _Whole) else ()),
     )
 
@@ -331,14 +362,18 @@ def _check_positions(small: Any, source: int, longest: int) -> None:
     ):
         if wanted > held:
             raise ValueError(
-                f"big-little decoding of {what} of {wanted} tokens: the small model reads {held} at most"
+                f"big-little decoding of {what} of {wanted} tokens: the small model reads {held} "
+                "at most"
             )
 
 
 def _hypothesis(
     generator: Any, tokens: list[int], scores: list[float], device: torch.device
 ) -> dict[str, Tensor]:
-    """What fairseq makes of a text: scores of tokens are differences of sums in fp32."""
+    """Build fairseq's hypothesis of a text.
+
+    Token scores are differences of cumulative sums in fp32, as in fairseq.
+    """
     assert tokens[-1] == generator.eos, f"{len(tokens)} tokens without an end"
     sums = torch.tensor(scores, dtype=torch.float32, device="cpu")
     for i in range(1, len(scores)):
@@ -356,11 +391,14 @@ def _hypothesis(
 
 
 class _Whole:
-    """A model that makes all its layers' steps from the weights (`decoding.speculative.bild.Model`).
+    """A model that runs fused decode steps of all its layers (`decoding.speculative.bild.Model`).
 
     Args:
-        ensemble: fairseq's, of one model.
-        start: (B, 1) int64.
+        ensemble: fairseq's `EnsembleModel` of one model.
+        net_input: Model inputs of the sample.
+        start: (B, 1) int64, the first token of each text.
+        longest: Maximum tokens of a hypothesis, without its end.
+        temperature: Divides the logits.
     """
 
     def __init__(
@@ -376,7 +414,7 @@ class _Whole:
         self.left_off: tuple[str, ...] = ()
 
     def prefill(self) -> Tensor:
-        """Encode the sources, which a model that never drafts does not, and begin all texts."""
+        """Encode the sources and run the first step. Not called for a model that never drafts."""
         (model,), sentences = self.ensemble.models, len(self.start)
         (encoded,), self.left_off = encode(self.ensemble, self.net_input)
         self.member = Member(model, encoded, sentences, 1, self.steps)
@@ -384,13 +422,12 @@ class _Whole:
         prediction, _ = self.stepper.step(self.start)
         self.member.fuse()
         if self.member.fused is not None and not self.member.fused.ready:
-            self.stepper.step(
-                self.start.repeat(1, 2)
-            )  # made both ways for once; what comes is written over it
+            # For the equivalence check. Later steps overwrite this token in the KV cache.
+            self.stepper.step(self.start.repeat(1, 2))
         if self.member.fused is None or prediction.logits is None:
             raise ValueError(
-                "big-little decoding needs decode steps from the weights, which run any tokens of any text; of "
-                f"{type(self.member.model).__name__}, {self.member.left_off}"
+                "big-little decoding needs decode steps from the weights, which run any tokens of "
+                f"any text; of {type(self.member.model).__name__}, {self.member.left_off}"
             )
         return self.log_probs(prediction.logits)
 
@@ -400,7 +437,7 @@ class _Whole:
         return self.member.fused
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """As fairseq makes them of logits (N, V), which are not changed."""
+        """Return fairseq's log-probabilities of logits (N, V), which stay unchanged."""
         logits = logits if self.temperature == 1.0 else logits / self.temperature
         found = torch.log_softmax(logits, -1, dtype=torch.float32)
         without_nan(found)
@@ -414,17 +451,17 @@ class _Whole:
 
 
 class _FirstLayers:
-    """The first layers of a model, over its own keys and values (`decoding.speculative.bild.Model`)."""
+    """A model's first layers, over the model's own KV cache (`decoding.speculative.bild.Model`)."""
 
     def __init__(self, whole: _Whole, layers: int) -> None:
         self.whole, self.layers = whole, layers
 
     def prefill(self) -> None:
-        """The start of each text is run once more, to the layer of the exit."""
+        """Build the early-exit step; the first span of each text runs its start token again."""
         self.step = early_exit(self.whole.fused.step, self.layers)
 
     def extend(self, spans: Sequence[Span]) -> Tensor:
         return self.whole.log_probs(self.whole.fused.extend(spans, self.step))
 
     def keep(self, rows: Tensor) -> None:
-        """They are the whole model's, which has kept them."""
+        """Do nothing: the whole model, which owns the KV cache, has kept the rows."""

@@ -1,4 +1,4 @@
-"""`--bild-small CHECKPOINT` and its like on fairseq's command lines: what they ask for, and the small model."""
+"""Big-little decoding on fairseq's command lines: the `--bild-*` options and the small model."""
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
@@ -16,37 +16,43 @@ from fastgen.patches.fairseq.bild import bild
 from fastgen.patches.fairseq.commands.options import given
 
 _IN_THE_WAY = (
-    "lm_path", "sampling", "diverse_beam_groups", "diversity_rate", "constraints", "match_source_len", "prefix_size",
-    "print_alignment", "score_reference", "print_step", "retain_iter_history", "retain_dropout",
+    "lm_path", "sampling", "diverse_beam_groups", "diversity_rate", "constraints",
+    "match_source_len", "prefix_size", "print_alignment", "score_reference", "print_step",
+    "retain_iter_history", "retain_dropout",
 )  # fmt: skip
-"""Options of fairseq's that cannot be had as well."""
+"""Options of fairseq that exclude big-little decoding."""
 
 
 class Pair:
-    """What a command line asks for, and once it is loaded the small model; `options` is None where it asks for nothing.
+    """The `--bild-*` options of a command line, and the small model once it is loaded.
 
     Args:
-        command: its name, which messages begin with.
+        cfg: fairseq's configuration.
+        command: Name of the command, with which messages start.
+
+    Attributes:
+        options: The options; None if big-little decoding is not requested.
+        small: The small model in a list; empty if there is none.
 
     Raises:
-        SystemExit: it asks for what cannot be; nothing has been loaded yet.
+        SystemExit: The options are invalid; nothing has been loaded yet.
     """
 
     def __init__(self, cfg: Any, command: str) -> None:
         self.command, self.small = command, list[Any]()
-        asked = {
+        options = {
             name: value
             for name in bild_options.NAMES
             if (value := getattr(given, _field(name), None)) is not None
         }
         self.options: Options | None = None
-        if asked or given.bild_small is not None or given.bild_early_exit is not None:
+        if options or given.bild_small is not None or given.bild_early_exit is not None:
             try:
                 smalls = "--bild-small", "--bild-early-exit"
                 self.options = bild_options.options(
                     given.bild_small,
                     given.bild_early_exit,
-                    asked,
+                    options,
                     {},
                     smalls,
                     lambda name: _flag(_field(name)),
@@ -56,25 +62,29 @@ class Pair:
                 raise self._exit(error) from error
 
     def load(self, task: Any, logger: logging.Logger) -> None:
-        """Load the small model, if there is one; task: the large model's.
+        """Load the small model, if there is one.
+
+        Args:
+            task: The large model's task.
+            logger: The command's logger.
 
         Raises:
-            SystemExit: its checkpoint cannot be read.
+            SystemExit: The checkpoint cannot be read.
         """
         if self.options is None or given.bild_small is None:
             return
         logger.info(f"loading small model from {given.bild_small}")
         try:
             model = _load(given.bild_small, task, logger)
-        except Exception as error:  # of any kind: a file may hold anything
+        except Exception as error:  # an arbitrary file may cause any exception
             raise self._exit(f"--bild-small {given.bild_small} cannot be read: {error}") from error
         self.small, self.options = [model], replace(self.options, small=model)
 
     def drafting(self, generator: Any) -> AbstractContextManager[bild.Drafting | None]:
-        """The context in which a generator decodes so.
+        """Return the context in which a generator runs big-little decoding, if requested.
 
         Raises:
-            SystemExit: it cannot.
+            SystemExit: The generator cannot decode this way.
         """
         if self.options is None:
             return nullcontext()
@@ -89,7 +99,7 @@ class Pair:
 
 
 def _field(name: str) -> str:
-    """What an option is called on the command line, of `bild_options.NAMES`."""
+    """Return the attribute of the command line's options for one of `bild_options.NAMES`."""
     return f"bild_{name.removesuffix('_threshold')}"
 
 
@@ -98,7 +108,7 @@ def _flag(name: str) -> str:
 
 
 def _check(cfg: Any) -> None:
-    """Raise ValueError where fairseq's own options ask for what cannot be had as well."""
+    """Raise ValueError if fairseq's own options exclude big-little decoding."""
     if cfg.generation.beam != 1:
         raise ValueError(bild_options.one_text("--beam", cfg.generation.beam))
     if len(paths := utils.split_paths(cfg.common_eval.path or "")) > 1:
@@ -117,27 +127,29 @@ def _check(cfg: Any) -> None:
 
 
 def _load(path: str, task: Any, logger: logging.Logger) -> Any:
-    """A model with the dictionaries that it was trained with, as far as they are still there, else with a task's."""
+    """Load a model with the dictionaries that it was trained with.
+
+    If they no longer exist, those of `task` are used, with a warning.
+    """
     state: Any = checkpoint_utils.load_checkpoint_to_cpu(path)
     cfg = (
         state["cfg"]
         if state.get("cfg") is not None
         else convert_namespace_to_omegaconf(state["args"])
     )
-    own = getattr(cfg.task, "data", None)
-    places = [*utils.split_paths(own or "")[:1], str(Path(path).parent)]
-    where = next((place for place in places if any(Path(place).glob("dict.*.txt"))), None)
-    if where is None:
+    trained_on = getattr(cfg.task, "data", None)
+    directories = [*utils.split_paths(trained_on or "")[:1], str(Path(path).parent)]
+    directory = next((each for each in directories if any(Path(each).glob("dict.*.txt"))), None)
+    if directory is None:
         logger.warning(
-            f"{path}: its dictionary is not at {own} any more, and taken to be the large model's"
+            f"{path}: its dictionary is not at {trained_on} any more, and taken to be the large "
+            "model's"
         )
         models, *_ = checkpoint_utils.load_model_ensemble_and_task([path], task=task, state=state)
         return models[0]
-    cfg.task.data = where
-    for name in (
-        "source_lang",
-        "target_lang",
-    ):  # which are guessed where nothing says them, from files of text
+    cfg.task.data = directory
+    # fairseq would guess missing languages from text files.
+    for name in ("source_lang", "target_lang"):
         if hasattr(cfg.task, name) and getattr(cfg.task, name) is None:
             setattr(cfg.task, name, getattr(task.cfg, name, None))
     models, *_ = checkpoint_utils.load_model_ensemble_and_task(

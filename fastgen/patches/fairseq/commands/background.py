@@ -1,4 +1,4 @@
-"""Work in the background whose results come out in the order it was handed in."""
+"""Background work whose results are delivered in submission order."""
 
 import ctypes
 import os
@@ -11,22 +11,25 @@ from types import TracebackType
 from typing import Any, Self
 
 _PENDING = 8
-"""Pieces of work per worker that may wait: beyond, handing in another waits for the oldest."""
+"""Maximum pending work items per worker; beyond it, submitting waits for the oldest one."""
 
 
-_PR_SET_PDEATHSIG = (
-    1  # of Linux: the signal that a process gets when the thread that forked it has ended
-)
+# Linux: the signal that a process receives when the thread that forked it ends.
+_PR_SET_PDEATHSIG = 1
 
 
 class InOrder:
-    """Runs `work(piece)` in the background and hands each result to `sink`, in order, in the caller's thread.
+    """Executor that runs `work(piece)` in the background and passes results to `sink`, in order.
 
-    What work raises comes out where the result would have, with its traceback. Left by an exception, as by Ctrl-C, what
-    waits is dropped.
+    `sink` runs in the caller's thread. An exception of `work` is raised where its result would have
+    been passed, with its traceback. If an exception, such as Ctrl-C, leaves the context, pending
+    work is dropped.
 
     Args:
-        workers: 0: at once and in the caller's thread; 1: a thread; more: processes, forked at the first piece.
+        work: Function of one work item.
+        sink: Function of one result.
+        workers: 0: run in the caller's thread, immediately; 1: a thread; more: processes, forked on
+            the first submission.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class InOrder:
         self._waiting: deque[Future[Any]] = deque()
 
     def hand_in(self, piece: Any) -> None:
+        """Submit a work item, and pass finished results to `sink`."""
         if self._executor is None:
             self.sink(self.work(piece))
             return
@@ -46,7 +50,7 @@ class InOrder:
             self.sink(self._waiting.popleft().result())
 
     def finish(self) -> None:
-        """Wait for all results."""
+        """Wait for all pending results."""
         while self._waiting:
             self.sink(self._waiting.popleft().result())
 
@@ -67,7 +71,7 @@ class InOrder:
                 self._executor.shutdown(wait=kind is None, cancel_futures=True)
 
 
-_work: Callable[[Any], Any] | None = None  # of a worker process
+_work: Callable[[Any], Any] | None = None  # set in worker processes
 
 
 def _executor(work: Callable[[Any], Any], workers: int) -> Executor | None:
@@ -77,7 +81,7 @@ def _executor(work: Callable[[Any], Any], workers: int) -> Executor | None:
         return ThreadPoolExecutor(1, "fastgen-postprocess")
     from multiprocessing import get_context
 
-    # Forked processes have the dictionaries and tokenizers that this one has, which cannot all be sent.
+    # Forked processes inherit dictionaries and tokenizers, not all of which can be pickled.
     return ProcessPoolExecutor(
         workers, get_context("fork"), initializer=_inherit, initargs=(work, os.getpid())
     )
@@ -90,7 +94,10 @@ def _inherit(work: Callable[[Any], Any], parent: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Let this process, which its parent's main thread has forked, end with it, and leave Ctrl-C to it."""
+    """Make this forked process end when its parent does, and leave Ctrl-C to the parent.
+
+    The parent's main thread must have forked it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":

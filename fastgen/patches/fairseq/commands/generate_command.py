@@ -1,6 +1,6 @@
-"""`fairseq-generate` with its text made, and scored, in the background while the next batch is translated.
+"""`fairseq-generate`, with output built and scored in the background during translation.
 
-What is printed, and where, is what fairseq prints, in its order. A file of results has its name only when it is whole.
+The output is fairseq's, in the same order. A results file gets its final name once it is complete.
 """
 
 import errno
@@ -33,7 +33,7 @@ _Translate = Callable[[Iterable[Any], StopwatchMeter], Iterator["_ReadOff"]]
 
 
 def generate(original: _Original, cfg: Any) -> Any:
-    """`fairseq_cli.generate.main`: checks, then everything with its output in the right file."""
+    """`fairseq_cli.generate.main`: check the options, then run with output to the right file."""
     if isinstance(cfg, Namespace):
         cfg = convert_namespace_to_omegaconf(cfg)
     pair = Pair(cfg, "fairseq-generate")
@@ -62,10 +62,12 @@ def _check(cfg: Any) -> None:
 
 @contextmanager
 def _output(cfg: Any) -> Iterator[TextIO | None]:
-    """Where results go: standard output, None where there is none, or a file with another name until all is there.
+    """Yield the output: standard output, None if there is none, or a file.
+
+    A file has a temporary name until it is complete.
 
     Raises:
-        SystemExit: the output cannot be written; the message says why.
+        SystemExit: The output cannot be written; the message says why.
     """
     if cfg.common_eval.results_path is None:
         with standard_output("fairseq-generate") as output:
@@ -86,7 +88,7 @@ def _output(cfg: Any) -> Iterator[TextIO | None]:
 
 
 def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterable[str]]:
-    """Translate a data set; return the scorer, and what was left off."""
+    """Translate a data set; return the scorer, and the disabled features."""
     logging.basicConfig(
         format="%(asctime)s | %(levelname)s | %(name)s | %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
@@ -126,13 +128,15 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
                 )
 
     def read_off(batches: Iterable[Any], timer: StopwatchMeter) -> Iterator[_ReadOff]:
-        """What is found for some batches, in this process or one of its workers."""
+        """Translate batches, in this process or in a worker."""
         prefix_size = cfg.generation.prefix_size
         translations = Translations(
             run.task, run.models, generator, batches, timer, prefix_size, run.cuda
         )
-        for sample, found, tokens in translations:
-            read: Any = None if found is None else _sentences(sample, found, speaker, dataset)
+        for sample, hypotheses, tokens in translations:
+            read: Any = (
+                None if hypotheses is None else _sentences(sample, hypotheses, speaker, dataset)
+            )
             count = (
                 sample["nsentences"]
                 if "nsentences" in sample
@@ -178,9 +182,14 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
 
 @dataclass(frozen=True)
 class _ReadOff:
-    """A batch and its translations as plain numbers; no sentences where it has none.
+    """A batch and its translations as plain numbers.
 
-    count: of sentences; tokens: of the best hypotheses; left_off: what has been left off up to here.
+    Attributes:
+        sentences: The sentences; None if the batch has none.
+        count: Number of sentences.
+        tokens: Total length of the best hypotheses.
+        has_target: Whether the batch has references.
+        left_off: Disabled features so far, with their fallback reasons.
     """
 
     sentences: list[Sentence] | None
@@ -191,7 +200,7 @@ class _ReadOff:
 
 
 class _Sized(NamedTuple):
-    """What an iterator yields, and how much that will be: for the progress bar."""
+    """An iterable with a known length, for the progress bar."""
 
     iterator: Iterable[Any]
     length: int
@@ -212,10 +221,12 @@ def _by_workers(
     read_off: _Translate,
     timer: StopwatchMeter,
 ) -> Iterator[tuple[Iterable[_ReadOff], dict[str, None]]]:
-    """What is found for the batches, by as many processes as are asked for or faster; and what is left off for that.
+    """Yield the translated batches, and the features disabled because one process translates.
+
+    It uses the requested number of processes, or the fastest one.
 
     Raises:
-        SystemExit: several processes are asked for, and not possible.
+        SystemExit: Several processes are requested and not possible.
     """
     models = [*run.models, *([] if language_model is None else [language_model])]
     number = workers.chosen(
@@ -227,12 +238,12 @@ def _by_workers(
             {} if number == 1 else {f"one process translates: {number}": None},
         )
         return
-    with workers.Workers(lambda handed: read_off(handed, StopwatchMeter()), number) as several:
-        yield _timed(several.results(batches), timer), {}
+    with workers.Workers(lambda handed: read_off(handed, StopwatchMeter()), number) as pool:
+        yield _timed(pool.results(batches), timer), {}
 
 
 def _timed(translated: Iterable[_ReadOff], timer: StopwatchMeter) -> Iterator[_ReadOff]:
-    """Have the timer run while workers do, and count the tokens."""
+    """Run the timer while workers translate, and count the tokens."""
     tokens = 0
     timer.start()
     for read in translated:
@@ -252,8 +263,8 @@ def _language_model(run: Run, logger: logging.Logger) -> Any:
         )
     except Exception:
         logger.warning(
-            "Failed to load language model! Please make sure that the language model dict is the same "
-            f"as target dict and is located in the data dir ({run.cfg.task.data})"
+            "Failed to load language model! Please make sure that the language model dict is the "
+            f"same as target dict and is located in the data dir ({run.cfg.task.data})"
         )
         raise
     assert len(models) == 1
@@ -261,7 +272,7 @@ def _language_model(run: Run, logger: logging.Logger) -> Any:
 
 
 def _batches(run: Run, dataset: Any) -> Any:
-    """The batches, which fairseq's workers collate ahead."""
+    """Return the batches, which fairseq's data loader workers collate ahead."""
     cfg = run.cfg
     return run.task.get_batch_iterator(
         dataset=dataset,
@@ -279,7 +290,7 @@ def _batches(run: Run, dataset: Any) -> Any:
 
 
 def _under_bar(run: Run, translated: Iterable[_ReadOff], batches: int) -> Any:
-    """Translations under fairseq's progress bar, which shows those that are done."""
+    """Show fairseq's progress bar over finished translations."""
     cfg = run.cfg
     return progress_bar.progress_bar(
         _Sized(translated, batches),
@@ -290,7 +301,7 @@ def _under_bar(run: Run, translated: Iterable[_ReadOff], batches: int) -> Any:
 
 
 def _sentences(sample: Any, found: list[Any], speaker: Speaker, dataset: Any) -> list[Sentence]:
-    """A batch and its translations as plain numbers."""
+    """Convert a batch and its translations to plain numbers."""
     pad = speaker.target_dictionary.pad()
     sources, targets = (
         None if tokens is None else [without(row, pad) for row in tokens.tolist()]
@@ -312,11 +323,11 @@ def _warn_of_bleu(cfg: Any, logger: logging.Logger) -> None:
         return
     if cfg.common_eval.post_process:
         logger.warning(
-            "BLEU score is being computed by splitting detokenized string on spaces, this is probably not what you "
-            "want. Use --sacrebleu for standard 13a BLEU tokenization"
+            "BLEU score is being computed by splitting detokenized string on spaces, this is "
+            "probably not what you want. Use --sacrebleu for standard 13a BLEU tokenization"
         )
     else:
         logger.warning(
-            "If you are using BPE on the target side, the BLEU score is computed on BPE tokens, not on proper words.  "
-            "Use --sacrebleu for standard 13a BLEU tokenization"
+            "If you are using BPE on the target side, the BLEU score is computed on BPE tokens, "
+            "not on proper words.  Use --sacrebleu for standard 13a BLEU tokenization"
         )

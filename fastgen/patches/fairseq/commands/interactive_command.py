@@ -1,7 +1,7 @@
-"""`fairseq-interactive` as a pipeline: what it prints, and when, is what fairseq prints.
+"""`fairseq-interactive` as a pipeline, with fairseq's output at the same times as in fairseq.
 
-The text of a batch is made in the background while the next one of its buffer is translated; from a file, the next
-buffer is read and encoded meanwhile too.
+The output text of a batch is built in the background while the next batch of its buffer is
+translated. When reading from a file, the next buffer is read and encoded in the background too.
 """
 
 import logging
@@ -29,7 +29,7 @@ from fastgen.patches.fairseq.commands.setup import Run, check_sampling, standard
 
 
 def interactive(original: Callable[..., Any], cfg: Any) -> None:
-    """`fairseq_cli.interactive.main`: the lines of a buffer are printed as soon as all of it is translated."""
+    """`fairseq_cli.interactive.main`; prints the lines of a buffer once all of it is translated."""
     if isinstance(cfg, Namespace):
         cfg = convert_namespace_to_omegaconf(cfg)
     pair = Pair(cfg, "fairseq-interactive")
@@ -39,7 +39,7 @@ def interactive(original: Callable[..., Any], cfg: Any) -> None:
 
 
 def _interactive(cfg: Any, pair: Pair) -> list[str]:
-    """Translate what is typed; return what was left off."""
+    """Translate the input; return the disabled features, with their fallback reasons."""
     began, translating = time.time(), 0.0
     utils.import_user_module(cfg.common)
     logger = logging.getLogger("fairseq_cli.interactive")
@@ -61,21 +61,21 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
     logger.info("NOTE: hypothesis and token scores are output in base 2")
     logger.info("Type the input sentence and press return:")
     start = 0
-    said: list[tuple[int, str]] = []  # what is said of each sentence of a buffer
+    lines: list[tuple[int, str]] = []  # number and output text of each sentence of a buffer
 
     def translate(batches: Iterable[Any]) -> Iterator[_Translated]:
-        """In this process or one of its workers."""
+        """Translate batches, in this process or in a worker."""
         for batch in batches:
             began_batch = time.time()
-            found = _translate(run, generator, batch)
-            spoken_of = [spoken(hypotheses[: speaker.nbest]) for hypotheses in found]
-            yield _Translated(batch, spoken_of, time.time() - began_batch)
+            nbest_lists = _translate(run, generator, batch)
+            plain_hypotheses = [spoken(hypotheses[: speaker.nbest]) for hypotheses in nbest_lists]
+            yield _Translated(batch, plain_hypotheses, time.time() - began_batch)
 
     with (
         pair.drafting(generator) as drafting,
         _by_workers(run, generator, translate) as (translated, left_off),
         InOrder(
-            lambda sentences: _said(speaker, sentences), said.extend, given.postprocess_workers
+            lambda sentences: _said(speaker, sentences), lines.extend, given.postprocess_workers
         ) as background,
     ):
         for count, batches in _buffers(run):
@@ -85,8 +85,8 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
                 background.hand_in(_typed(each, speaker, start, cfg.generation.constraints))
                 waiting = time.time()
             background.finish()
-            print("".join(text for _, text in sorted(said)), end="", flush=True)
-            said.clear()
+            print("".join(text for _, text in sorted(lines)), end="", flush=True)
+            lines.clear()
             start += count
     if drafting is not None:
         logger.info(drafting)
@@ -97,7 +97,13 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
 
 
 class _Translated(NamedTuple):
-    """A batch, the hypotheses of each of its sentences as numbers, and the time that they took."""
+    """A translated batch.
+
+    Attributes:
+        batch: fairseq's batch.
+        found: The hypotheses of each sentence, as plain numbers.
+        seconds: Translation time.
+    """
 
     batch: Any
     found: list[list[Spoken]]
@@ -108,35 +114,34 @@ class _Translated(NamedTuple):
 def _by_workers(
     run: Run, generator: Any, translate: Callable[[Iterable[Any]], Iterator[_Translated]]
 ) -> Iterator[tuple[Callable[[list[Any]], Iterator[_Translated]], list[str]]]:
-    """What translates the batches of a buffer, by as many processes as are asked for or faster; and what is left off.
+    """Yield a function that translates the batches of a buffer, and the disabled features.
+
+    It uses the requested number of processes, or the fastest one.
 
     Raises:
-        SystemExit: several processes are asked for, and not possible.
+        SystemExit: Several processes are requested and not possible.
     """
-    most = run.cfg.interactive.buffer_size // (
-        run.cfg.dataset.batch_size or 1
-    )  # whole batches of a buffer
+    batch_count = run.cfg.interactive.buffer_size // (run.cfg.dataset.batch_size or 1)
     number = workers.chosen(
-        "fairseq-interactive", given.generate_workers, most, run.task, generator, run.models
+        "fairseq-interactive", given.generate_workers, batch_count, run.task, generator, run.models
     )  # fmt: skip
     if isinstance(number, str) or number == 1:
         yield translate, [] if number == 1 else [f"one process translates: {number}"]
         return
     least = number * (workers.BATCHES if given.generate_workers is None else 1)
-    with workers.Workers(translate, number) as several:
+    with workers.Workers(translate, number) as pool:
         yield (
             lambda batches: (
-                translate(batches) if len(batches) < least else several.results(batches, more=True)
+                translate(batches) if len(batches) < least else pool.results(batches, more=True)
             ),
             [],
         )
 
 
 def _buffers(run: Run) -> Iterator[tuple[int, list[Any]]]:
-    """The lines of each buffer, how many and as batches; from a file a buffer ahead.
+    """Yield the number of lines and the batches of each buffer; files are read a buffer ahead.
 
-    What is typed, or comes through a pipe, is read when it is wanted: a thread that waits for a line could not be ended
-    by Ctrl-C.
+    Terminals and pipes are read on demand: Ctrl-C could not end a thread that waits for a line.
     """
     cfg = run.cfg
     buffers = (
@@ -167,7 +172,7 @@ def _translate(run: Run, generator: Any, batch: Any) -> list[Any]:
 
 
 def _typed(each: _Translated, speaker: Speaker, start: int, constrained: bool) -> list[Sentence]:
-    """Typed sentences and their translations as plain numbers."""
+    """Return sentences that were typed, and their translations, as plain numbers."""
     pad, batch = speaker.target_dictionary.pad(), each.batch
     sources: list[list[int]] = batch.src_tokens.tolist()
     return [

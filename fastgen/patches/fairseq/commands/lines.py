@@ -1,6 +1,7 @@
-"""What `fairseq-generate` and `fairseq-interactive` print of a sentence, made from plain Python numbers.
+"""Output lines of `fairseq-generate` and `fairseq-interactive`, built from plain Python numbers.
 
-fairseq makes the same text out of tensors, an element at a time, which takes as long as a small model's decoding.
+fairseq builds the same text from tensors, element by element, which takes as long as decoding with
+a small model.
 """
 
 import math
@@ -14,7 +15,14 @@ from torch import Tensor
 
 @dataclass
 class Spoken:
-    """A hypothesis: tokens, score and scores of the tokens in base 2, and what it is aligned to."""
+    """A hypothesis as plain numbers.
+
+    Attributes:
+        tokens: Token ids.
+        score: Score, in base 2.
+        token_scores: Scores of the tokens, in base 2.
+        alignment: fairseq's alignment; an empty list if there is none.
+    """
 
     tokens: list[int]
     score: float
@@ -24,11 +32,15 @@ class Spoken:
 
 @dataclass
 class Sentence:
-    """A sentence, its translations and its reference as numbers.
+    """A sentence, its translations and its reference, as plain numbers.
 
-    source: its tokens, or its text where unknown words are to be replaced from it; None where there is none.
-    target: likewise.
-    constraints: of interactive; seconds: spent on its translation, of interactive too.
+    Attributes:
+        number: fairseq's number of the sentence.
+        source: Token ids, or the text if unknown words are to be replaced from it; None if absent.
+        target: The same for the reference.
+        hypotheses: The translations, best first.
+        constraints: Constraints of `fairseq-interactive`.
+        seconds: Translation time, in `fairseq-interactive`.
     """
 
     number: int
@@ -41,7 +53,7 @@ class Sentence:
 
 @dataclass
 class Scored:
-    """What a scorer is given of a sentence: texts, or the tokens they are encoded as."""
+    """A scorer's input for one sentence: texts, and the tokens they are encoded as."""
 
     target: str
     hypothesis: str
@@ -51,15 +63,20 @@ class Scored:
 
 @dataclass
 class Speaker:
-    """Turns sentences into lines; with all that this takes.
+    """Formatter of a sentence's output lines.
 
     Attributes:
-        ignored: symbols that are never printed.
-        decode: undoes the tokenization of a text.
-        decode_hypothesis: whether D lines are printed.
-        align: the alignment dictionary, by which unknown words are replaced; None for none.
+        source_dictionary: fairseq's dictionary of the source, or None.
+        target_dictionary: fairseq's dictionary of the target.
+        ignored: Symbols that are never printed.
+        decode: Undoes the tokenization of a text.
+        post_process: fairseq's `--post-process`: how word pieces are joined.
+        nbest: Number of hypotheses per sentence.
+        quiet: Whether to print nothing.
+        decode_hypothesis: Whether to print D lines.
+        align: The alignment dictionary for replacing unknown words, or None.
         print_alignment: "hard", "soft" or None.
-        interactive: whether sources are printed as they were split into words.
+        interactive: Whether sources are printed as they were split into words.
     """
 
     source_dictionary: Any
@@ -75,18 +92,22 @@ class Speaker:
     interactive: bool = False
 
     def batch(self, sentences: list[Sentence]) -> tuple[str, list[Scored]]:
-        """The lines of some sentences, and what is scored of them."""
+        """Return the output lines of sentences, and the scorer's inputs."""
         lines: list[str] = []
         scored: list[Scored] = []
         for sentence in sentences:
-            found = self._sentence(sentence, lines)
-            if found is not None:
-                scored.append(found)
+            entry = self._sentence(sentence, lines)
+            if entry is not None:
+                scored.append(entry)
         return "".join(f"{line}\n" for line in lines), scored
 
     def _sentence(self, sentence: Sentence, lines: list[str]) -> Scored | None:
-        """Append the lines of a sentence; return what is scored of it, where it has a reference."""
-        number, said = sentence.number, _Nothing() if self.quiet else lines
+        """Append the lines of a sentence.
+
+        Returns:
+            The scorer's input; None if the sentence has no reference.
+        """
+        number, output = sentence.number, _Nothing() if self.quiet else lines
         source = self._text(self.source_dictionary, sentence.source)
         target = (
             None
@@ -97,15 +118,15 @@ class Speaker:
             source = self.decode(source)
             target = None if target is None else self.decode(target)
         if self.source_dictionary is not None:
-            said.append(f"S-{number}\t{source}")
+            output.append(f"S-{number}\t{source}")
         if sentence.seconds is not None:
-            said.append(f"W-{number}\t{sentence.seconds:.3f}\tseconds")
+            output.append(f"W-{number}\t{sentence.seconds:.3f}\tseconds")
         for constraint in sentence.constraints:
-            said.append(
+            output.append(
                 f"C-{number}\t{self.target_dictionary.string(constraint, self.post_process)}"
             )
         if target is not None:
-            said.append(f"T-{number}\t{target}")
+            output.append(f"T-{number}\t{target}")
         scored: Scored | None = None
         for rank, hypothesis in enumerate(sentence.hypotheses[: self.nbest]):
             tokens, text, alignment = utils.post_process_prediction(
@@ -119,14 +140,14 @@ class Speaker:
             )
             scores = target is not None and rank == 0
             decoded = self.decode(text) if self.decode_hypothesis or scores else ""
-            said.append(f"H-{number}\t{hypothesis.score}\t{text}")
+            output.append(f"H-{number}\t{hypothesis.score}\t{text}")
             if self.decode_hypothesis:
-                said.append(f"D-{number}\t{hypothesis.score}\t{decoded}")
-            said.append(
+                output.append(f"D-{number}\t{hypothesis.score}\t{decoded}")
+            output.append(
                 f"P-{number}\t{' '.join(f'{score:.4f}' for score in hypothesis.token_scores)}"
             )
             if self.print_alignment:
-                said.append(f"A-{number}\t{_aligned(alignment, self.print_alignment)}")
+                output.append(f"A-{number}\t{_aligned(alignment, self.print_alignment)}")
             if scores:
                 assert target is not None
                 scored = self._scored(sentence, target, decoded, tokens)
@@ -144,7 +165,7 @@ class Speaker:
         return dictionary.string(tokens, self.post_process)
 
     def _scored(self, sentence: Sentence, target: str, hypothesis: str, tokens: Any) -> Scored:
-        """As tokens: with unknown words replaced or without word pieces, those of the texts."""
+        """Encode both texts again if unknown words were replaced or word pieces joined."""
         if self.align is not None or self.post_process is not None:
             encode = self.target_dictionary.encode_line
             encoded = [
@@ -156,7 +177,7 @@ class Speaker:
 
 
 class _Nothing:
-    """A list that stays empty."""
+    """A list that discards what is appended."""
 
     def append(self, line: str) -> None:
         pass
@@ -169,7 +190,7 @@ def _aligned(alignment: Any, kind: str) -> str:
 
 
 def spoken(hypotheses: list[dict[str, Any]]) -> list[Spoken]:
-    """fairseq's hypotheses as plain numbers; one read of the device for each field."""
+    """Convert fairseq's hypotheses to plain numbers, with one device read per field."""
     return [
         Spoken(
             hypothesis["tokens"].tolist(),
@@ -182,5 +203,8 @@ def spoken(hypotheses: list[dict[str, Any]]) -> list[Spoken]:
 
 
 def _plain(alignment: Any) -> Any:
-    """An alignment; where there is none fairseq has an empty tensor, which takes another process long to read."""
+    """Return an alignment, and an empty list instead of fairseq's empty tensor.
+
+    An empty tensor is slow to send to another process.
+    """
     return [] if isinstance(alignment, Tensor) and alignment.numel() == 0 else alignment

@@ -1,4 +1,4 @@
-"""The options that fastgen adds to fairseq's generating commands, and where their values are kept."""
+"""Command-line options that fastgen adds to fairseq's generation commands, and their values."""
 
 import argparse
 from collections.abc import Callable
@@ -12,14 +12,19 @@ from fastgen.patches.engine import engine
 
 @dataclass
 class Options:
-    """What the command line may say.
+    """Values of fastgen's command-line options.
 
     Attributes:
-        generate_workers: how many processes translate; None where nothing is said.
-        postprocess_workers: 0 for none, 1 for a thread, more for processes.
-        decode_hypothesis: whether D lines.
-        bild_small: a checkpoint, or bild_early_exit, layers: what drafts. The others are those of
-            `decoding.speculative.bild_options`; None where nothing is said.
+        generate_workers: Number of processes that translate; None if not set.
+        postprocess_workers: 0 for no background work, 1 for a thread, more for processes.
+        decode_hypothesis: Whether to print D lines.
+        bild_small: Checkpoint of the small model, or None.
+        bild_early_exit: Number of the large model's layers that draft, or None.
+        bild_fallback: `fallback_threshold` of `decoding.speculative.bild_options`; None if not set.
+        bild_rollback: `rollback_threshold`, likewise.
+        bild_max_draft: `max_draft`, likewise.
+        bild_lossless: `lossless`, likewise.
+        bild_adaptive_draft: `adaptive_draft`, likewise.
     """
 
     generate_workers: int | None = None
@@ -35,7 +40,7 @@ class Options:
 
 
 given = Options()
-"""What the command line of this process says; fairseq's own settings have no place for it."""
+"""Options of this process's command line; fairseq's own configuration has no place for them."""
 
 
 class _Keep(argparse.Action):
@@ -55,17 +60,21 @@ class _KeepSwitch(argparse.BooleanOptionalAction):
 def get_generation_parser(
     original: Callable[..., Any], interactive: bool = False, *args: Any, **kwargs: Any
 ) -> argparse.ArgumentParser:
-    """`options.get_generation_parser`, with options of ours, which are at their defaults until it parses."""
+    """`options.get_generation_parser`, with fastgen's options.
+
+    They are reset to their defaults until the parser has run.
+    """
     vars(given).update(vars(Options()))
     parser: argparse.ArgumentParser = original(interactive, *args, **kwargs)
     beam = next((action for action in parser._actions if action.dest == "beam"), None)
-    if beam is not None:  # fairseq accepts 0, and fails at the first batch
+    if beam is not None:  # fairseq accepts 0 and fails at the first batch
         beam.type = COUNT
     group = parser.add_argument_group("fastgen")
     group.add_argument(
-        "--postprocess-workers", type=Number(least=0), action=_Keep, default=argparse.SUPPRESS, metavar="N",
-        help="undo word pieces, detokenize and score in the background: 0 not at all, 1 in a thread, more in as many "
-        "processes (default: 1)",
+        "--postprocess-workers", type=Number(least=0), action=_Keep, default=argparse.SUPPRESS,
+        metavar="N",
+        help="undo word pieces, detokenize and score in the background: 0 not at all, 1 in a "
+        "thread, more in as many processes (default: 1)",
     )  # fmt: skip
     group.add_argument(
         "--decode-hypothesis", action=_KeepSwitch, default=argparse.SUPPRESS,
@@ -74,15 +83,16 @@ def get_generation_parser(
     if engine.is_applied(f"fairseq.{'interactive' if interactive else 'generate'}_command"):
         group.add_argument(
             "--generate-workers", type=COUNT, action=_Keep, default=argparse.SUPPRESS, metavar="N",
-            help="translate on a CPU in N processes of one thread each; 1: in this one, with all threads (default: as "
-            "many as threads, where there are 8 batches for each, in a buffer if there are buffers, and memory)",
+            help="translate on a CPU in N processes of one thread each; 1: in this one, with all "
+            "threads (default: as many as threads, where there are 8 batches for each, in a "
+            "buffer if there are buffers, and memory)",
         )  # fmt: skip
         _add_bild(parser)
     return parser
 
 
 def _add_bild(parser: argparse.ArgumentParser) -> None:
-    """Options that only our way through a command knows what to do with."""
+    """Add the options of big-little decoding, which only fastgen's commands support."""
     group = parser.add_argument_group(
         "fastgen: big-little decoding",
         "a small model drafts, the large one looks over it; with --beam 1",
@@ -97,11 +107,13 @@ def _add_bild(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--bild-fallback", type=float, metavar="P", **keep,
-        help=f"probability of its likeliest token below which the small model stops (default: {FALLBACK})",
+        help="probability of its likeliest token below which the small model stops "
+        f"(default: {FALLBACK})",
     )  # fmt: skip
     group.add_argument(
         "--bild-rollback", type=float, metavar="COST", **keep,
-        help=f"-log p under the large model above which a drafted token does not stand (default: {ROLLBACK})",
+        help="-log p under the large model above which a drafted token does not stand "
+        f"(default: {ROLLBACK})",
     )  # fmt: skip
     group.add_argument(
         "--bild-max-draft",

@@ -1,4 +1,4 @@
-"""What `fairseq-generate` and `fairseq-interactive` set up in the same way."""
+"""Setup shared by `fairseq-generate` and `fairseq-interactive`."""
 
 import ast
 import errno
@@ -20,7 +20,13 @@ from fastgen.patches.fairseq.commands.options import given
 
 
 class Run:
-    """What both commands set up: task, models, and how text is split into tokens and put together."""
+    """Setup of both commands: task, models, tokenization and detokenization.
+
+    Args:
+        cfg: fairseq's configuration.
+        logger: The command's logger.
+        pair: The options of big-little decoding.
+    """
 
     def __init__(self, cfg: Any, logger: logging.Logger, pair: Pair) -> None:
         self.cfg, self.pair = cfg, pair
@@ -44,7 +50,7 @@ class Run:
         pair.load(self.task, logger)
 
     def prepare(self, models: list[Any]) -> None:
-        """Half precision, device and fairseq's preparations, as asked for; of the small model, too."""
+        """Apply half precision, device and fairseq's preparations, also to the small model."""
         for model in (*models, *self.pair.small):
             if self.cfg.common.fp16:
                 model.half()
@@ -98,24 +104,23 @@ def check_sampling(cfg: Any) -> None:
 
 @contextmanager
 def standard_output(command: str) -> Iterator[TextIO | None]:
-    """Standard output, None where there is none; all of it is written when the context ends.
+    """Yield standard output, or None if there is none; flush it when the context ends.
 
     Raises:
-        SystemExit: it was closed, or the disk is full; the message says so.
+        SystemExit: Standard output was closed, or the disk is full; the message says so.
     """
     try:
         yield sys.stdout
         print(end="", flush=True)
     except OSError as error:
-        if (
-            error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None
-        ):  # another file's
+        # An error with a file name is that of another file.
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
             raise
-        # Python would complain once more when it closes standard output at its end.
+        # Otherwise Python would report the error again when it closes standard output on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(f"{command}: the output is not whole: {error.strerror}") from error
 
 
 def without(tokens: list[int], pad: int) -> list[int]:
-    """Tokens but those of padding."""
+    """Return the tokens without padding."""
     return [token for token in tokens if token != pad]

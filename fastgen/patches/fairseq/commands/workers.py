@@ -1,8 +1,8 @@
-"""Batches that several processes translate, each with one thread; what they find comes out in the order of the batches.
+"""Translation by several processes with one thread each; results come in the order of the batches.
 
-Two threads share small matrices badly, and while Python runs between them one thread rests. A process per core that
-translates batches of its own leaves no core idle. The processes are forked, so that they have the models in the memory
-of this one.
+Two threads share small matrix products badly, and all but one idle while Python runs. A process per
+core that translates its own batches keeps every core busy. The processes are forked, and so share
+the memory of the models.
 """
 
 import errno
@@ -38,10 +38,13 @@ from fastgen.patches.fairseq.commands.background import end_with
 _logger = logging.getLogger("fastgen")
 
 BATCHES = 8
-"""Batches per process from which several begin by themselves: in the end they wait for the last, half a batch each."""
+"""Batches per process from which several processes are the default.
+
+At the end processes wait for the last one, half a batch each on average.
+"""
 
 LEAD = 32
-"""Batches that may wait for a process before the others, who have none left, wait for it."""
+"""Maximum batches that wait for a process while others are idle; then the others wait for it."""
 
 
 _Translate = Callable[[Iterator[Any]], Iterator[Any]]
@@ -49,21 +52,24 @@ _Numbered = tuple[int, "bytes | _Failed"]
 
 
 def reason_against(task: Any, generator: Any, models: list[Any]) -> str | None:
-    """Why batches must be translated by one process: because something else than speed would differ, or is unproven."""
-    own: Any = getattr(type(task).inference_step, "__module__", None)
-    kind, of_search = type(generator), type(getattr(generator, "search", None))
+    """Return why one process has to translate all batches; None if several may.
+
+    The reasons are cases in which the output would differ, or may differ.
+    """
+    defined_in: Any = getattr(type(task).inference_step, "__module__", None)
+    kind, search_type = type(generator), type(getattr(generator, "search", None))
     if not sys.platform.startswith("linux"):
         return f"processes are not forked on {sys.platform}"
     if current_process().daemon:
         return "this process is a daemon of another, and may start none"
     if {parameter.device.type for model in models for parameter in model.parameters()} != {"cpu"}:
         return "the model is not on a CPU"
-    if not str(own).startswith("fairseq.tasks.") or "inference_step" in vars(task):
+    if not str(defined_in).startswith("fairseq.tasks.") or "inference_step" in vars(task):
         return f"{type(task).__name__} has its own inference_step"
     if not issubclass(kind, SequenceGenerator) or not kind.__module__.startswith("fairseq."):
         return f"{kind.__name__} is no SequenceGenerator of fairseq's"
-    if of_search.__module__ != search.__name__ or of_search is search.Sampling:
-        return f"{of_search.__name__} may depend on the batches before"
+    if search_type.__module__ != search.__name__ or search_type is search.Sampling:
+        return f"{search_type.__name__} may depend on the batches before"
     if any(module.training for model in models for module in model.modules()):
         return "dropout is retained"
     if asked() is not None:
@@ -74,7 +80,10 @@ def reason_against(task: Any, generator: Any, models: list[Any]) -> str | None:
 
 
 def _reason_unless_asked(models: list[Any]) -> str | None:
-    """Why one process translates unless several are asked for: they might do otherwise, for all that can be seen."""
+    """Return why several processes are not the default here; None if they may be.
+
+    The output might differ, as far as can be told. `--generate-workers` overrides this.
+    """
     if threading.active_count() > 1:
         return "other threads of this process may hold a lock"
     for module in (module for model in models for module in model.modules()):
@@ -86,11 +95,22 @@ def _reason_unless_asked(models: list[Any]) -> str | None:
 def chosen(
     command: str, asked: int | None, batches: int, task: Any, generator: Any, models: list[Any]
 ) -> int | str:
-    """How many processes are to translate so many batches, or why one does where several would be faster.
+    """Choose the number of processes.
 
-    asked: for how many, with `--generate-workers`; None where nothing is said. models: one beside them among them.
+    Args:
+        command: Name of the command, with which messages start.
+        asked: The value of `--generate-workers`; None if it is not set.
+        batches: Number of batches.
+        task: fairseq's task.
+        generator: fairseq's generator.
+        models: All models, a language model included.
+
+    Returns:
+        The number of processes; or the reason why a single one is used although several would be
+        faster.
+
     Raises:
-        SystemExit: several are asked for, and not possible.
+        SystemExit: Several processes are requested and not possible.
     """
     number = number_for(batches, models) if asked is None else asked
     if number == 1:
@@ -103,10 +123,10 @@ def chosen(
 
 
 def number_for(batches: int, models: list[Any]) -> int:
-    """How many processes translate so many batches soonest: one for each thread, or one.
+    """Return the fastest number of processes for so many batches: one per thread, or one.
 
-    Several where each has `BATCHES` at least, where it has a core for itself, and where each may hold the weights
-    twice more, packed, in half of the memory that is free.
+    Several are used if each gets at least `BATCHES` batches and a core of its own, and if half of
+    the free memory can hold the weights twice more, packed, for each.
     """
     threads = torch.get_num_threads()
     if threads == 1 or batches < BATCHES * threads or threads > usable_cores():
@@ -121,33 +141,40 @@ def number_for(batches: int, models: list[Any]) -> int:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A process asks for a batch."""
+    """Message: a process requests a batch."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What a process has found for the first of its batches."""
+    """Message: the result of the oldest batch that a process holds."""
 
     result: Any
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """What came in its place."""
+    """Message: an exception instead of a result."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A process has translated its last batch; what it counted."""
+    """Message: a process has translated its last batch; with the calls that it counted."""
 
     counted: Counter[tuple[str, ...]]
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process: the way to it, the batches dealt to it, with their numbers, and those of them that it has got."""
+    """A worker process.
+
+    Attributes:
+        process: The process.
+        connection: Connection to it.
+        dealt: Numbered batches that are reserved for it.
+        got: Numbered batches that it has received and not finished.
+    """
 
     process: Any
     connection: Connection
@@ -156,22 +183,22 @@ class _Worker:
 
 
 class Workers:
-    """Processes that translate batches, forked on entering the context and gone behind it.
+    """Worker processes that translate batches, forked on entering the context.
 
-    Batches are dealt in turn, so that each process gets the same ones in every run: what they are computed together
-    with, and so the last digits of scores, does not depend on the clock. A process that dies, as where memory runs out,
-    costs nothing but time: others translate its batches anew, or in the end this one.
+    Batches are dealt in turn, so that each process gets the same batches in every run. Results,
+    down to the last digits of scores, therefore do not depend on timing. If a process dies, for
+    example when memory runs out, other processes translate its batches again, or finally this one.
 
     Args:
-        translate: yields, for an iterator of batches, what is found for each, in order; it may read ahead.
-        number: of processes.
+        translate: Yields the result of each batch of an iterator, in order; it may read ahead.
+        number: Number of processes.
     """
 
     def __init__(self, translate: _Translate, number: int) -> None:
         self.translate, self.number = translate, number
         self._running: dict[Any, _Worker] = {}  # by connection
-        self._places: list[_Worker] = []  # in which batches are dealt
-        self._asking: list[_Worker] = []  # who waits for an answer
+        self._places: list[_Worker] = []  # in the order in which batches are dealt
+        self._asking: list[_Worker] = []  # workers that have requested a batch
         self._again = deque[_Numbered]()  # batches of processes that died
         self._found: dict[int, _Found | _Failed] = {}
 
@@ -179,13 +206,14 @@ class Workers:
         context = get_context("fork")
         try:
             for _ in range(self.number):
-                ours, theirs = Pipe()
+                connection, worker_end = Pipe()
                 process = context.Process(
-                    target=_work, args=(self.translate, theirs, os.getpid()), daemon=True
+                    target=_work, args=(self.translate, worker_end, os.getpid()), daemon=True
                 )
                 process.start()
-                theirs.close()  # or a process forked later would hold it, and the death of this one go unseen
-                self._running[ours] = _Worker(process, ours)
+                # Processes forked later would inherit it and hide the death of this one.
+                worker_end.close()
+                self._running[connection] = _Worker(process, connection)
         except OSError as error:
             _logger.warning(
                 "%d of %d processes translate: %s", len(self._running), self.number, error
@@ -201,7 +229,7 @@ class Workers:
     ) -> None:
         try:
             if kind is None and self._running:
-                for _ in self.results([]):  # they end, and say what they have counted
+                for _ in self.results([]):  # the processes end, and report what they counted
                     pass
         finally:
             for worker in self._running.values():
@@ -210,9 +238,14 @@ class Workers:
             self._running.clear()
 
     def results(self, batches: Iterable[Any], more: bool = False) -> Iterator[Any]:
-        """Yield what is found for each batch, in order; an exception where it came, in the place of the result.
+        """Yield the result of each batch, in order.
 
-        more: whether others come later, in another call; then `translate` must yield each result before it asks on.
+        An exception is raised in place of its batch's result.
+
+        Args:
+            batches: The batches.
+            more: Whether a later call passes further batches. `translate` must then yield each
+                result before it requests the next batch.
         """
         source, turn = _numbered(batches), 0
         self._serve(source, more)
@@ -226,7 +259,7 @@ class Workers:
         yield from self._rest(turn, source)
 
     def _hear(self, worker: _Worker) -> None:
-        """Take a message of a process, or note that it has died."""
+        """Receive a message of a process, or record that it has died."""
         try:
             message = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, OSError):
@@ -240,11 +273,11 @@ class Workers:
             self._take_out(worker)
         elif worker.got:
             self._found[worker.got.popleft()[0]] = message
-        else:  # an error before the first batch or behind the last
+        else:  # an error before the first batch or after the last one
             raise message.error
 
     def _serve(self, source: Iterator[_Numbered], more: bool) -> None:
-        """Give a batch to each process that asks for one; or say that none comes any more."""
+        """Send a batch to each process that requested one, or tell it that there are no more."""
         for worker in tuple(self._asking):
             waits = self._deal(worker, source) or more
             numbered = next(
@@ -265,7 +298,11 @@ class Workers:
                 self._lose(worker)
 
     def _deal(self, worker: _Worker, source: Iterator[_Numbered]) -> bool:
-        """Read batches until there is one for a process; return whether it has to wait for others that are behind."""
+        """Read batches until one is dealt to this process.
+
+        Returns:
+            Whether the process has to wait because another one is too far behind.
+        """
         while not worker.dealt and self._failed == math.inf:
             if max(len(each.dealt) for each in self._running.values()) >= LEAD:
                 return True
@@ -282,17 +319,17 @@ class Workers:
 
     @property
     def _failed(self) -> float:
-        """The number of the first batch in whose place an exception came; infinite where none has."""
+        """The number of the first batch that raised an exception; infinity if there is none."""
         failed = (number for number, message in self._found.items() if isinstance(message, _Failed))
         return min(failed, default=math.inf)
 
     def _lose(self, worker: _Worker) -> None:
-        """Have the batches of a process that has died translated by others."""
+        """Requeue the batches of a process that has died."""
         worker.process.join()
         self._take_out(worker)
         _logger.warning(
-            "a process that translated has died (status %s; -9 and %s mean that memory ran out): what it had in hand "
-            "is translated anew",
+            "a process that translated has died (status %s; -9 and %s mean that memory ran out): "
+            "what it had in hand is translated anew",
             worker.process.exitcode,
             errno.ENOMEM,
         )
@@ -304,7 +341,7 @@ class Workers:
         self._again = deque(sorted([*self._again, *worker.got, *worker.dealt], key=itemgetter(0)))
 
     def _rest(self, turn: int, source: Iterator[_Numbered]) -> Iterator[Any]:
-        """Translate in this process what no other one has."""
+        """Translate the remaining batches in this process."""
         numbers: deque[int] = deque()
         again, self._again = self._again, deque[_Numbered]()
 
@@ -326,8 +363,9 @@ class Workers:
 
 
 def _numbered(batches: Iterable[Any]) -> Iterator[_Numbered]:
-    """Batches with their numbers, as bytes, as tensors of fairseq's loaders hold files open; what reading one raises is
-    the last.
+    """Yield batches with their numbers, pickled; an exception of the iterator is the last item.
+
+    Unpickled tensors of fairseq's data loaders would hold files open.
     """
     read, i = iter(batches), 0
     while True:
@@ -349,7 +387,7 @@ def _result(message: _Found | _Failed) -> Any:
 
 
 def _work(translate: _Translate, connection: Connection, parent: int) -> None:
-    """The main function of a process."""
+    """Main function of a worker process."""
     end_with(parent)
     torch.set_num_threads(1)
     before = engine.counted()
@@ -358,13 +396,13 @@ def _work(translate: _Translate, connection: Connection, parent: int) -> None:
             _send(connection, _Found(result))
     except Exception as error:
         if isinstance(error, MemoryError) or is_out_of_memory(error):
-            os._exit(errno.ENOMEM)  # others have less to hold when this process is gone
+            os._exit(errno.ENOMEM)  # frees this process's memory for the others
         _send(connection, _Failed(_portable(error)))
     _send(connection, _Ended(engine.counted() - before))
 
 
 def _handed(connection: Connection) -> Iterator[Any]:
-    """The batches that this process is handed, until there is nothing in the place of one."""
+    """Yield the batches sent to this process, until an empty message."""
     while True:
         _send(connection, _Wanted())
         batch = connection.recv_bytes()
@@ -378,13 +416,13 @@ def _send(connection: Connection, message: Any) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """An exception as another process can raise it, with a note of where it came from."""
+    """Return an exception that another process can raise, with a note of its origin."""
     error.add_note(
         "in a process that translated:\n" + "".join(traceback.format_exception(error)).rstrip()
     )
     try:
-        found: Exception = pickle.loads(pickle.dumps(error))
-    except Exception:  # of whatever kind: it is somebody's class
-        found = RuntimeError(f"{type(error).__name__}: {error}")
-    found.__notes__ = error.__notes__
-    return found
+        copied: Exception = pickle.loads(pickle.dumps(error))
+    except Exception:  # a user's exception class may fail in any way
+        copied = RuntimeError(f"{type(error).__name__}: {error}")
+    copied.__notes__ = error.__notes__
+    return copied

@@ -1,4 +1,4 @@
-"""Attention of fairseq's modules in a decode step: keys and values are written once and shared by the beams."""
+"""Attention of fairseq's modules in a decode step, over KV caches shared by a sentence's beams."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -15,17 +15,17 @@ from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weigh
 
 
 class Attending(Protocol):
-    """Attention layers of a model that runs."""
+    """Interface: the attention layers of a running model."""
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]
     ) -> Any:
-        """Return what `MultiheadAttention.forward` does, None where the module is none of these layers."""
+        """Return the result of `MultiheadAttention.forward`, or None to run the original."""
         ...
 
 
 current_step: ContextVar[Attending | None] = ContextVar("fastgen_fairseq_step", default=None)
-"""The layers that run in this context."""
+"""The attention layers that run in this context."""
 
 
 def forward(
@@ -37,7 +37,7 @@ def forward(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`MultiheadAttention.forward`, for the layers that run in this context; everything else passes through."""
+    """`MultiheadAttention.forward`, dispatched to the layers of the context, if there are any."""
     layers = current_step.get()
     if layers is not None and not args:
         result = layers.attend(self, query, key, kwargs)
@@ -47,11 +47,19 @@ def forward(
 
 
 class Layers(Attending):
-    """The attention layers of one decoder: its self-attention over the text, its attention over the source.
+    """The attention layers of one decoder: self-attention and cross-attention.
 
     Args:
         modules: fairseq's attention modules.
-        longest: decode steps at most.
+        sentences: B.
+        beams: M.
+        longest: Maximum number of decode steps.
+        memory: Scratch memory of the KV caches.
+
+    Attributes:
+        of: KV cache of each attention module.
+        source_mask: (B, 1, 1, S) additive, or None.
+        ancestry: The ancestry of beams in the current step; None for one row per sentence.
     """
 
     def __init__(
@@ -62,27 +70,32 @@ class Layers(Attending):
             module: LayerKV(longest, memory, 0 if module.encoder_decoder_attention else beams)
             for module in modules
         }
-        self.source_mask: Tensor | None = None  # (B, 1, 1, S) additive
-        self.ancestry: Ancestry | None = None  # of the present step
+        self.source_mask: Tensor | None = None
+        self.ancestry: Ancestry | None = None
         self._dtype = torch.float32
         self._text_mask: Tensor | None = None
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]
     ) -> Any:
-        """The attention of a layer, over the shared cache."""
+        """Run one layer over the shared cache."""
         layer = self.of.get(module)
         if layer is None:
             return None
         if not module.encoder_decoder_attention:
             return self.self_attention(module, layer, query), None
-        weights = options.get("need_head_weights", False)  # those of other layers nobody looks at
+        weights = options.get("need_head_weights", False)  # set for one layer only
         return self.cross_attention(
             module, layer, query, key, options.get("key_padding_mask"), weights
         )
 
     def begin_step(self, ancestry: Ancestry | None, dtype: torch.dtype) -> None:
-        """The next token of every text comes; ancestry: None where it is one for all beams of a sentence."""
+        """Start a step.
+
+        Args:
+            ancestry: The ancestry of beams; None if all beams of a sentence share one row.
+            dtype: dtype of the text mask.
+        """
         self.ancestry = ancestry
         self._dtype, self._text_mask = dtype, None
         if ancestry is not None:
@@ -91,7 +104,10 @@ class Layers(Attending):
 
     @property
     def text_mask(self) -> Tensor | None:
-        """(B, 1, M, N) additive, made when it is first asked for in a step; None where there is one beam."""
+        """The self-attention mask (B, 1, M, N), additive, built on first access in a step.
+
+        None without an ancestry of beams.
+        """
         if self._text_mask is None and self.ancestry is not None:
             prefix = next(
                 (
@@ -105,7 +121,16 @@ class Layers(Attending):
         return self._text_mask
 
     def self_attention(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
-        """Return (1, R, C) for query (1, R, C), whose token is the text's newest; (L, B, C) of a prompt likewise."""
+        """Compute self-attention of the newest token of each row.
+
+        Args:
+            module: fairseq's attention module.
+            layer: Its KV cache, which is extended.
+            query: (1, R, C); (L, B, C) for a prompt.
+
+        Returns:
+            A tensor of the shape of `query`.
+        """
         if query.shape[0] > 1:
             return self._over_prompt(module, layer, query)
         heads = query.shape[1], module.num_heads, 1, module.head_dim
@@ -115,21 +140,21 @@ class Layers(Attending):
         else:
             layer.append(keys, values)
         folded = module.q_proj(query).view(self.sentences, -1, heads[1], heads[3])
-        mixed = beam_attention(folded, layer.keys, layer.values, self.text_mask, module.scaling)
-        return module.out_proj(mixed.reshape(query.shape))
+        attended = beam_attention(folded, layer.keys, layer.values, self.text_mask, module.scaling)
+        return module.out_proj(attended.reshape(query.shape))
 
     def _over_prompt(self, module: Any, layer: LayerKV, query: Tensor) -> Tensor:
-        """The attention of a text's first tokens (L, B, C), which all beams share, each to those before it."""
+        """Compute causal self-attention of a prompt (L, B, C), which all beams share."""
         shape = *query.shape[:2], module.num_heads, module.head_dim
         queries, keys, values = (
             projection(query).view(shape).permute(1, 2, 0, 3)
             for projection in (module.q_proj, module.k_proj, module.v_proj)
         )
         layer.extend(keys, values)
-        mixed = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=module.scaling
         )
-        return module.out_proj(mixed.permute(2, 0, 1, 3).reshape(query.shape))
+        return module.out_proj(attended.permute(2, 0, 1, 3).reshape(query.shape))
 
     def cross_attention(
         self,
@@ -140,28 +165,38 @@ class Layers(Attending):
         padding: Tensor | None,
         weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (1, R, C) for query (1, R, C), and the weights (1, R, 1, S), the mean over the heads, where wanted.
+        """Compute cross-attention of the newest token of each row.
 
-        source: (S, B, C), the encoder's output; padding: (B, S) bool, or None.
+        Args:
+            module: fairseq's attention module.
+            layer: Its KV cache, which the first call fills.
+            query: (1, R, C).
+            source: (S, B, C), the encoder's output.
+            padding: (B, S) bool, or None.
+            weights: Whether to return attention weights.
+
+        Returns:
+            The output (1, R, C), and the attention weights (1, R, 1, S), averaged over heads, or
+            None.
         """
         if layer.prefix == 0:
             assert source is not None
             self._read(module, layer, source, padding)
         folded = module.q_proj(query).view(self.sentences, -1, module.num_heads, module.head_dim)
         if not weights:
-            mixed, mean = (
+            attended, mean = (
                 beam_attention(folded, layer.keys, layer.values, self.source_mask, module.scaling),
                 None,
             )
         else:
-            mixed, mean = beam_attention_with_weights(
+            attended, mean = beam_attention_with_weights(
                 folded, layer.keys, layer.values, self.source_mask, module.scaling
             )
             mean = mean.flatten(0, 1)[None, :, None]
-        return module.out_proj(mixed.reshape(query.shape)), mean
+        return module.out_proj(attended.reshape(query.shape)), mean
 
     def _read(self, module: Any, layer: LayerKV, source: Tensor, padding: Tensor | None) -> None:
-        """Make the keys and values of the source, once for all steps and beams."""
+        """Compute the cross-attention keys and values, once for all steps and beams."""
         length, b, _ = source.shape
         shape = length, b, module.num_heads, module.head_dim
         keys, values = (
@@ -174,18 +209,18 @@ class Layers(Attending):
             self.source_mask = mask.masked_fill_(padding.to(torch.bool), -torch.inf)[:, None, None]
 
     def compact(self, slots: Tensor) -> None:
-        """Give up the slots of the text that no beam sees, as `Ancestry.compact` says."""
+        """Free the KV slots of the text that no beam references; see `Ancestry.compact`."""
         for module, layer in self.of.items():
             if not module.encoder_decoder_attention:
                 layer.compact(slots)
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:
-        """Keep these sentences, as `decoding.search.first_finished.Stepper.keep` says."""
-        places: list[int] = sentences.tolist()
-        moved = [place for place, sentence in enumerate(places) if place != sentence]
+        """Keep only these sentences; see `decoding.search.first_finished.Stepper.keep`."""
+        indices: list[int] = sentences.tolist()
+        moved = [index for index, sentence in enumerate(indices) if index != sentence]
         moves = None
         if not in_order:
-            to, origin = [moved, [places[place] for place in moved]]
+            to, origin = [moved, [indices[index] for index in moved]]
             moves = (
                 torch.tensor(to, device=sentences.device, dtype=torch.int64),
                 torch.tensor(origin, device=sentences.device, dtype=torch.int64),
@@ -194,4 +229,4 @@ class Layers(Attending):
             layer.keep(sentences, moves)
         if self.source_mask is not None:
             self.source_mask = self.source_mask[sentences]
-        self.sentences = len(places)
+        self.sentences = len(indices)

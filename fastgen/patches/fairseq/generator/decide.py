@@ -1,4 +1,7 @@
-"""Whether and how a call of fairseq's `SequenceGenerator` is accelerated: one decision, before any effect."""
+"""Dispatch of fairseq's `SequenceGenerator`: whether and how a call is accelerated.
+
+The decision is made once, before the call has any effect.
+"""
 
 from typing import Any
 
@@ -16,7 +19,7 @@ from fastgen.models.routing.routes import touched_of, why_compiled
 from fastgen.patches.engine import engine
 from fastgen.patches.fairseq.generator.shared_stepper import attention_of
 
-# What the engine does in their stead, and what it therefore has to find unchanged.
+# Methods that the engine replaces, and which therefore must not be overridden.
 _UNCHANGED: tuple[tuple[type, tuple[str, ...]], ...] = (
     (
         SequenceGenerator,
@@ -38,7 +41,8 @@ def decide(generator: Any, sample: Any, constraints: Tensor | None) -> Plan:
     """Return the plan of a call.
 
     Raises:
-        Unsupported: with the reason, in the words that `fastgen.status()` shows.
+        Unsupported: The call cannot be accelerated; with the fallback reason that
+            `fastgen.status()` shows.
     """
     if not engine.is_applied("fairseq.attention"):
         raise Unsupported("fairseq.attention is not in place")
@@ -58,7 +62,7 @@ def decide(generator: Any, sample: Any, constraints: Tensor | None) -> Plan:
 
 
 def check(thing: Any, kind: type) -> None:
-    """Raise Unsupported where a thing is not of a kind, or has its own way to do what the engine does."""
+    """Raise Unsupported if an object has the wrong type, or overrides a replaced method."""
     if not isinstance(thing, kind):
         raise Unsupported(f"{type(thing).__name__} is no {kind.__name__}")
     for owner, names in _UNCHANGED:
@@ -73,7 +77,7 @@ def _is_own(thing: Any, owner: type, name: str) -> bool:
 
 
 def check_model(model: Any) -> None:
-    """Raise Unsupported where the engine cannot make a model's steps."""
+    """Raise Unsupported if the engine cannot run the decode steps of a model."""
     if (reason := replaced()) is not None:
         raise Unsupported(reason)
     decoder = getattr(model, "decoder", None)
@@ -87,13 +91,13 @@ def check_model(model: Any) -> None:
         raise Unsupported(reason)
     for layer in decoder.layers:
         check(layer, TransformerDecoderLayerBase)
-    # The decoder's own hooks do not run, as fairseq calls its forward, which `check` has looked at.
-    put_on = {
+    # The decoder's own hooks never run: fairseq calls its `forward`, which `check` has verified.
+    observers = {
         module: found for module in touched_of(model) if (found := reads_rows(module)) is not None
     }
-    for module in decoder.modules() if put_on else ():
-        if module is not decoder and module in put_on:
-            raise Unsupported(f"{put_on[module]} may look at rows, or at the cache")
+    for module in decoder.modules() if observers else ():
+        if module is not decoder and module in observers:
+            raise Unsupported(f"{observers[module]} may look at rows, or at the cache")
     for module in attention_of(decoder):
         if type(module) is not MultiheadAttention:
             raise Unsupported(f"attention of the kind {type(module).__name__}")

@@ -1,7 +1,8 @@
-"""fairseq's encoder on a CPU: its layers from the weights and without padding (`encoder`), or layer by layer.
+"""fairseq's encoder on a CPU: fused and without padding, or layer by layer.
 
-Loaded models run PyTorch's fused encoder layer instead, whose matrix products no route reaches. Where oneDNN's are the
-faster ones, that is the slower way.
+The fused encoder is `models.runtime.encoder`. Loaded models otherwise run PyTorch's fused encoder
+layer, whose matrix products cannot be routed. It is slower where oneDNN's matrix products are
+faster.
 """
 
 import copy
@@ -24,7 +25,7 @@ from fastgen.patches.fairseq.generator.attention import Attending, current_step
 
 
 class EncoderAttention(Attending):
-    """The attention modules of an encoder's layers."""
+    """The self-attention layers of an encoder."""
 
     def __init__(self, encoder: nn.Module) -> None:
         self.modules = {layer.self_attn for layer in _layers(encoder)}
@@ -32,7 +33,17 @@ class EncoderAttention(Attending):
     def attend(
         self, module: Any, query: Tensor, key: Tensor | None, options: dict[str, Any]
     ) -> Any:
-        """Return (S, B, C) for query (S, B, C), every token of which sees all that is no padding."""
+        """Compute bidirectional self-attention over all tokens that are not padding.
+
+        Args:
+            module: The attention module.
+            query: (S, B, C).
+            key: Unused: keys are computed from `query`.
+            options: Keyword arguments of `MultiheadAttention.forward`.
+
+        Returns:
+            The pair (output (S, B, C), None), or None if the original has to run.
+        """
         if (
             module not in self.modules
             or options.get("attn_mask") is not None
@@ -46,19 +57,24 @@ class EncoderAttention(Attending):
         )
         padding = options.get("key_padding_mask")
         mask = None if padding is None else ~padding.to(torch.bool)[:, None, None]
-        mixed = F.scaled_dot_product_attention(queries, keys, values, mask, scale=module.scaling)
-        return module.out_proj(mixed.permute(2, 0, 1, 3).reshape(query.shape)), None
+        attended = F.scaled_dot_product_attention(queries, keys, values, mask, scale=module.scaling)
+        return module.out_proj(attended.permute(2, 0, 1, 3).reshape(query.shape)), None
 
 
 class Encoded(NamedTuple):
-    """What the encoders of an ensemble put out, None for a model without one; left_off: what did not run, and why."""
+    """The output of the encoders of an ensemble.
+
+    Attributes:
+        outputs: One output per model; None for a model without an encoder.
+        left_off: Disabled features, each with its fallback reason.
+    """
 
     outputs: list[Any]
     left_off: tuple[str, ...] = ()
 
 
 def encode(ensemble: Any, net_input: dict[str, Any]) -> Encoded:
-    """Return what fairseq's `EnsembleModel.forward_encoder` does, but for what is made of padding."""
+    """Return the output of `EnsembleModel.forward_encoder`; padded positions may differ."""
     if not ensemble.has_encoder():
         return Encoded([None] * len(ensemble.models))
     outputs, reasons = zip(
@@ -70,7 +86,7 @@ def encode(ensemble: Any, net_input: dict[str, Any]) -> Encoded:
 
 
 def _encode(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | None]:
-    """What an encoder puts out, and why its modules made it, where that is not the faster way."""
+    """Return an encoder's output, and the fallback reason if a faster path was not used."""
     on_cpu = net_input["src_tokens"].device.type == "cpu"
     if not _is_fairseqs(encoder):
         reason = _through_modules("layers that are not fairseq's own") if on_cpu else None
@@ -87,15 +103,18 @@ def _through_modules(reason: object) -> str:
 
 
 def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | None] | None:
-    """What the encoder puts out, with zeros for padding; None where its modules are the faster way.
+    """Run the fused encoder, with zeros at padded positions.
 
-    The first time the modules' own output, which is compared, with the reason where it differs.
+    The first call runs the modules too and returns their output, for the equivalence check.
+
+    Returns:
+        The output, and the reason if the check failed; None if the modules are the faster path.
 
     Raises:
-        NotFused: the layers cannot be run so.
+        NotFused: The fused encoder does not support these layers or inputs.
     """
-    given = {name for name, value in net_input.items() if value is not None}
-    if more := sorted(given - {"src_tokens", "src_lengths", "prev_output_tokens"}):
+    inputs = {name for name, value in net_input.items() if value is not None}
+    if more := sorted(inputs - {"src_tokens", "src_lengths", "prev_output_tokens"}):
         raise NotFused(f"it gets {', '.join(more)}")
     visible = net_input["src_tokens"].ne(encoder.padding_idx)
     lengths: list[int] = visible.sum(1).tolist()
@@ -115,28 +134,29 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
     proven = outcome(layers)
     if proven is None:
         own = _by_modules(encoder, net_input)
-        one, seen = {name: net_input[name][:1] for name in given}, visible[:1]
-        own_tokens = _tokens_of(own, seen)
-        found = trial(
-            lambda: _tokens_of(_at_once(encoder, layers, one, seen), seen), (), own_tokens.dtype
+        one_input, one_visible = {name: net_input[name][:1] for name in inputs}, visible[:1]
+        own_tokens = _tokens_of(own, one_visible)
+        trial_result = trial(
+            lambda: _tokens_of(_at_once(encoder, layers, one_input, one_visible), one_visible),
+            (),
+            own_tokens.dtype,
         )
-        reason = verdict(layers, found, own_tokens)
+        reason = verdict(layers, trial_result, own_tokens)
         return own, None if reason is None else _through_modules(reason)
     if not proven:
         raise NotFused(OTHERWISE)
-    next(
-        iter(encoder.layers)
-    )  # a list of layers with LayerDrop draws its numbers here, in evaluation too
+    # LayerDrop draws its random numbers here, in evaluation mode too.
+    next(iter(encoder.layers))
     return _at_once(encoder, layers, net_input, visible), None
 
 
 def _tokens_of(output: Any, visible: Tensor) -> Tensor:
-    """What the encoder made of the first sentence's tokens, (N, C); visible: (1, S)."""
+    """Return the encoder's output at the first sentence's tokens, (N, C); visible: (1, S)."""
     return output["encoder_out"][0][:, 0][visible[0]]
 
 
 def _at_once(encoder: Any, layers: Encoder, net_input: dict[str, Any], visible: Tensor) -> Any:
-    """What the encoder puts out with all of its layers in the place of one."""
+    """Return the encoder's output, with all of its layers replaced by a fused one."""
     shape = visible.shape[0], visible.shape[1]
     sentences = (
         whole(shape, "none", visible.device) if bool(visible.all()) else arranged(visible, "none")
@@ -147,9 +167,9 @@ def _at_once(encoder: Any, layers: Encoder, net_input: dict[str, Any], visible: 
 
 
 class _AllLayers(nn.Module):
-    """An encoder's layers, and its last norm, over the tokens of all sentences."""
+    """An encoder's layers and its final norm, run over the tokens of all sentences."""
 
-    load_to_BT = False  # fairseq asks it of the first layer
+    load_to_BT = False  # fairseq reads it from the first layer
 
     def __init__(self, layers: Encoder, sentences: Sentences) -> None:
         super().__init__()
@@ -159,7 +179,7 @@ class _AllLayers(nn.Module):
         """Return (S, B, C) for x (S, B, C)."""
         layers, sentences = self.run
         found = sentences.restored(layers(sentences.chosen(x.transpose(0, 1)), sentences))
-        return found.transpose(0, 1).contiguous()  # every layer of the decoder reads it
+        return found.transpose(0, 1).contiguous()  # every decoder layer reads it
 
 
 def _by_modules(encoder: Any, net_input: dict[str, Any]) -> Any:
@@ -174,7 +194,7 @@ def _by_modules(encoder: Any, net_input: dict[str, Any]) -> Any:
 
 
 def _is_fairseqs(encoder: Any) -> bool:
-    """Whether an encoder and its layers run fairseq's own code."""
+    """Return whether an encoder and its layers run fairseq's own code."""
     return (
         isinstance(encoder, TransformerEncoderBase)
         and type(encoder).forward_scriptable is TransformerEncoderBase.forward_scriptable
@@ -198,12 +218,12 @@ def _layers(encoder: nn.Module) -> list[Any]:
 
 
 def _unfused(encoder: Any) -> Any:
-    """An encoder of the same parameters whose layers say that no checkpoint was loaded: then none is fused.
+    """Return a copy of an encoder that does not run PyTorch's fused layers.
 
-    The model itself stays as it is: another thread may be running it.
+    The copy shares the parameters. The model stays unchanged: another thread may be running it.
     """
     layers = _twin(encoder.layers)
-    for name, layer in encoder.layers._modules.items():  # a layer may be there more than once
+    for name, layer in encoder.layers._modules.items():  # a layer may occur more than once
         layers._modules[name] = _twin(layer)
         layers._modules[name].load_to_BT = False
     twin = _twin(encoder)
@@ -212,7 +232,10 @@ def _unfused(encoder: Any) -> Any:
 
 
 def _bare(encoder: Any) -> nn.Module:
-    """An encoder's layers and last norm alone, without the second set of weights that its fused layers have."""
+    """Return a copy of an encoder with its layers and final norm only.
+
+    The second set of weights that fused layers hold is left out.
+    """
     bare = _unfused(encoder)
     bare._modules = {
         name: part for name, part in bare._modules.items() if name in ("layers", "layer_norm")
@@ -224,7 +247,7 @@ def _bare(encoder: Any) -> nn.Module:
 
 
 def _twin(module: Any) -> Any:
-    """A module of the same parameters and parts, in whose place among others another can be put."""
+    """Return a shallow copy of a module, with the same parameters and replaceable submodules."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
     return twin

@@ -1,4 +1,4 @@
-"""The decode step of a fairseq model from its weights (`models.runtime.decode_step`), over the shared cache."""
+"""Fused decode steps of a fairseq model (`models.runtime.decode_step`) over the shared cache."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,13 +23,21 @@ from fastgen.patches.fairseq.generator.attention import Layers
 
 
 class FusedDecoder:
-    """A model's steps behind the first one, in which the keys of the source were made.
+    """Fused decode steps of one model.
+
+    The first step must have run through the model's modules: it fills the cross-attention KV cache.
 
     Args:
-        longest: tokens of a text at most.
+        model: The fairseq model.
+        layers: Its attention layers.
+        longest: Maximum number of decode steps.
+
+    Attributes:
+        ready: Whether the equivalence check has passed. Until then the next step runs both ways.
 
     Raises:
-        NotFused: the step cannot be made from the weights; with the reason.
+        NotFused: No fused step can be built from the weights; the message holds the fallback
+            reason.
     """
 
     def __init__(self, model: Any, layers: Layers, longest: int) -> None:
@@ -41,13 +49,20 @@ class FusedDecoder:
         self.source = [
             layers.of[layer.encoder_attn] for layer in modules if layer.encoder_attn is not None
         ]
-        self.ready = bool(outcome(self.step))  # else the next step is made both ways
-        kept = self.text[0]
-        self.replay = Replay(self.step, self.text, longest) if graph.wanted(kept.keys) else None
-        self._written = self.replay is None and is_written(self.step)  # from ids to logits in C
+        self.ready = bool(outcome(self.step))
+        first = self.text[0]
+        self.replay = Replay(self.step, self.text, longest) if graph.wanted(first.keys) else None
+        self._written = self.replay is None and is_written(self.step)  # C runs ids to logits
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return logits (R, V), and the last layer's attention over the source (R, S) or None, for texts (R, L)."""
+        """Run one decode step.
+
+        Args:
+            tokens: (R, L) int64; the newest token of each row is run.
+
+        Returns:
+            The logits (R, V), and the last layer's cross-attention weights (R, S), or None.
+        """
         ancestry = self.layers.ancestry
         if (
             self.replay is not None
@@ -61,15 +76,15 @@ class FusedDecoder:
         return logits, None if weights is None else weights.to(logits.dtype)
 
     def open(self, tokens: Tensor, ancestry: Ancestry) -> Opened:
-        """Open a step of texts (R, L) that is captured together with those of others."""
+        """Open a captured step of texts (R, L) that is replayed jointly with other batches."""
         assert self.replay is not None
         return self.replay.open(tokens[:, -1], self._reads(ancestry))
 
     def _reads(self, ancestry: Ancestry) -> Reads:
         layers = self.layers
         return Reads(
-            layers.sentences, self.text, self.source, ancestry, self.text[0].prefix, source_mask=layers.source_mask,
-            watched=self._watched,
+            layers.sentences, self.text, self.source, ancestry, self.text[0].prefix,
+            source_mask=layers.source_mask, watched=self._watched,
         )  # fmt: skip
 
     @property
@@ -77,35 +92,48 @@ class FusedDecoder:
         return len(self.source) - 1 if self.source else None
 
     def context(self) -> Context:
-        """What the next step reads."""
+        """Return the inputs of the next step."""
         layers, prefix = self.layers, self.text[0].prefix
         at = prefix + self.text[0].steps
         return Context(
-            layers.sentences, at + 1, prefix, at, self.text, self.source, layers.text_mask, layers.source_mask,
-            watched=self._watched,
+            layers.sentences, at + 1, prefix, at, self.text, self.source,
+            layers.text_mask, layers.source_mask, watched=self._watched,
         )  # fmt: skip
 
     @property
     def supports_multistep(self) -> bool:
-        """Whether C may make several steps in a row, choices and all."""
+        """Whether C can run several decode steps per call, token selection included."""
         return self.ready and self._written and native.library() is not None
 
     def prepared(self, steps: int, ancestry: Ancestry, weights: Tensor | None) -> Prepared | None:
-        """Have at most so many steps ready, for which there is room; None where C cannot run.
+        """Prepare up to `steps` decode steps that C runs in one call.
 
-        weights: (steps, B, M, S) fp32, where the last layer's attention over the source is written; None for nowhere.
+        Args:
+            steps: Maximum number of steps; the KV cache must have room for them.
+            ancestry: The ancestry of beams.
+            weights: (steps, B, M, S) fp32, buffer for the last layer's cross-attention weights;
+                None if they are not needed.
+
+        Returns:
+            The prepared steps; None if C cannot run them.
         """
         layers, text = self.layers, self.text[0]
         context = Context(
-            layers.sentences, text.prefix + text.steps + 1, text.prefix, text.prefix + text.steps, self.text,
-            self.source, None, layers.source_mask, ancestry.times, watched=len(self.source) - 1, weights=weights,
+            layers.sentences, text.prefix + text.steps + 1, text.prefix, text.prefix + text.steps,
+            self.text, self.source, None, layers.source_mask, ancestry.times,
+            watched=len(self.source) - 1, weights=weights,
         )  # fmt: skip
         return prepared(self.step, context, ancestry.behind(text.prefix, None), ancestry.own, steps)
 
     def extend(self, spans: Sequence[Span], step: DecoderStep | None = None) -> Tensor:
-        """Return logits (N, V) of what follows the tokens of spans, with one beam per sentence.
+        """Run spans of tokens, with one beam per sentence.
 
-        step: one of the first layers alone; None for all.
+        Args:
+            spans: The tokens to run, N in total.
+            step: A decode step of the first layers only; None for all layers.
+
+        Returns:
+            (N, V), the logits after each token.
         """
         layers, step = self.layers, step or self.step
         text, source = step.layers

@@ -1,4 +1,4 @@
-"""fairseq's `SequenceGenerator._generate` on the engine of `decoding`."""
+"""fairseq's `SequenceGenerator._generate` on fastgen's decode loop (`fastgen.decoding`)."""
 
 import time
 from collections.abc import Callable
@@ -39,7 +39,15 @@ engine.on_release(graph.release)
 
 @dataclass
 class SuspendedDecode:
-    """A generator's search that has begun, or is over."""
+    """A search that has started, and is suspended or finished.
+
+    Attributes:
+        generator: fairseq's generator.
+        plan: What the call runs.
+        search: State of the search.
+        model: The decode steps of its models.
+        left_off: Disabled features, each with its fallback reason.
+    """
 
     generator: Any
     plan: Plan
@@ -48,14 +56,14 @@ class SuspendedDecode:
     left_off: tuple[str, ...]
 
     def finish(self) -> Found:
-        """Return what `_generate` returns, once the search is over."""
-        found = [
+        """Return the result of `_generate`; the search must have finished."""
+        result = [
             [_as_fairseq(hypothesis) for hypothesis in hypotheses]
             for hypotheses in self.search.outcome()
         ]
         left_off = *self.plan.left_off, *self.left_off, *self.model.left_off, *self.search.left_off
         note_served(self.generator, self.plan, left_off, self.model.decoders)
-        return found
+        return result
 
 
 _answer: ContextVar[tuple[Any, Any, Found] | None] = ContextVar(
@@ -64,7 +72,7 @@ _answer: ContextVar[tuple[Any, Any, Found] | None] = ContextVar(
 
 
 def answered(generator: Any, sample: Any, found: Found) -> assigned[Any]:
-    """Within it, a generator's `_generate` of a sample returns what has been found already."""
+    """Return a context within which `_generate` returns `found` for this generator and sample."""
     return assigned(_answer, (generator, sample, found))
 
 
@@ -76,13 +84,13 @@ def generate(
     constraints: Tensor | None = None,
     bos_token: int | None = None,
 ) -> Any:
-    """`SequenceGenerator._generate`: decide, then decode here or leave the call to fairseq; the reason is counted."""
+    """`SequenceGenerator._generate`: decode here, or count the fallback reason and call fairseq."""
     answer = _answer.get()
     if answer is not None and answer[0] is self and answer[1] is sample:
         return answer[2]
-    asked = bild.asked()
-    if asked is not None and not bild.rests(asked, self, sample, prefix_tokens, constraints):
-        return bild.generate(asked, self, sample, prefix_tokens, constraints, bos_token)
+    drafting = bild.asked()
+    if drafting is not None and not bild.rests(drafting, self, sample, prefix_tokens, constraints):
+        return bild.generate(drafting, self, sample, prefix_tokens, constraints, bos_token)
     try:
         plan = decide(self, sample, constraints)
     except Unsupported as unsupported:
@@ -90,30 +98,30 @@ def generate(
         return original(self, sample, prefix_tokens, constraints, bos_token)
 
     def decoded(part: Any, prefix: Tensor | None) -> SuspendedDecode:
-        of_part = replace(plan, sentences=len(part["net_input"]["src_tokens"]))
-        with engine.running(of_part), routes(self):
+        part_plan = replace(plan, sentences=len(part["net_input"]["src_tokens"]))
+        with engine.running(part_plan), routes(self):
             lengths = source_lengths(original, self, part["net_input"])
-            begun, _ = begin(self, of_part, part, lengths, prefix, constraints, bos_token)
+            begun, _ = begin(self, part_plan, part, lengths, prefix, constraints, bos_token)
         return begun
 
-    if asked is None:
+    if drafting is None:
         return in_halves(
             lambda part, prefix: decoded(part, prefix).finish(), self, sample, prefix_tokens
         )
-    began = time.perf_counter()
+    start = time.perf_counter()
     begun = decoded(sample, prefix_tokens)
     return bild.of_large_alone(
-        asked, self, begun.finish(), begun.model.times, time.perf_counter() - began
+        drafting, self, begun.finish(), begun.model.times, time.perf_counter() - start
     )
 
 
 def models_of(generator: Any) -> list[Any]:
-    """All models that a generator runs, a language model beside them last."""
+    """Return all models of a generator, the language model last."""
     return [*generator.model.models, *([] if generator.lm_model is None else [generator.lm_model])]
 
 
 def routes(generator: Any) -> ExitStack:
-    """Route the linear layers of a generator's models within a `with` block."""
+    """Return a context that routes the linear layers of a generator's models."""
     return all_routed(models_of(generator))
 
 
@@ -127,11 +135,20 @@ def begin(
     bos_token: int | None = None,
     pauses: bool = False,
 ) -> tuple[SuspendedDecode, bool]:
-    """Encode a batch and search; return the search, and whether it is over.
+    """Encode a batch and search.
 
     Args:
-        lengths: of the sources, (B,).
-        pauses: whether to stop as soon as steps can be made together with those of others.
+        generator: fairseq's generator.
+        plan: What the call runs.
+        sample: The batch.
+        lengths: (B,), the source lengths.
+        prefix_tokens: (B, P) int64, or None.
+        constraints: fairseq's packed constraints, or None.
+        bos_token: First token of all hypotheses; None for the end token.
+        pauses: Whether to suspend as soon as steps can run jointly with other batches.
+
+    Returns:
+        The search, and whether it has finished.
     """
     net_input = sample["net_input"]
     source: Tensor = net_input["src_tokens"]
@@ -169,16 +186,16 @@ def begin(
         captured=captured,
     )
     first = _prefilled(search, stepper, prefix_tokens)
-    made = (
+    step_output = (
         stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
     )
-    over = decode(search, stepper, made, lambda: pauses and stepper.joinable)
+    over = decode(search, stepper, step_output, lambda: pauses and stepper.joinable)
     left_off = encoded.left_off if reason is None else (*encoded.left_off, not_captured(reason))
     return SuspendedDecode(generator, plan, search, stepper, left_off), over
 
 
 def _reason_not_to_capture(generator: Any, stepper: Stepper) -> str | None:
-    """Why choices cannot be captured as decode steps are, as far as it is known before there are any."""
+    """Return why token selection cannot be captured in CUDA graphs, as far as known in advance."""
     if type(generator.search) is not BeamSearch:
         return f"{type(generator.search).__name__} makes them"
     if len(stepper.members) > 1 or stepper.language_model is not None:
@@ -187,9 +204,12 @@ def _reason_not_to_capture(generator: Any, stepper: Stepper) -> str | None:
 
 
 def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -> Tensor | None:
-    """Run what all texts begin with at once, where that is all there is to it; return what is chosen from next.
+    """Prefill the prefix that all texts start with, if that gives the same result.
 
-    A language model's prompt goes through fairseq as a prefix, a token at a time and for every beam.
+    fairseq runs a language model's prompt token by token, for every beam.
+
+    Returns:
+        The log-probabilities (B, V) of the next token; None if nothing was prefilled.
     """
     chooser = search.search
     if prefix is None or type(chooser) is not Beam or not stepper.prefills:

@@ -1,4 +1,4 @@
-"""How long the sources of a call of `SequenceGenerator` are, and its hypotheses at most."""
+"""Source lengths of a call of `SequenceGenerator`, and the maximum length of its hypotheses."""
 
 import inspect
 from collections.abc import Callable
@@ -10,9 +10,15 @@ from torch import Tensor
 def source_lengths(
     original: Callable[..., Any], generator: Any, net_input: dict[str, Tensor]
 ) -> Tensor:
-    """Return the lengths (B,) of the sources: as given where fairseq's own code asks for them, else without ends.
+    """Return the source lengths (B,).
 
-    What is given counts the ends. 0.12.2 does not ask for it; the fork does, and so may what calls itself 0.12.2 too.
+    fairseq 0.12.2 counts the source tokens without ends and padding. Forks read `src_lengths`,
+    which counts the ends, and may report the same version. So the original's code is inspected.
+
+    Args:
+        original: fairseq's `_generate`.
+        generator: fairseq's generator.
+        net_input: The model inputs of the sample.
     """
     if "src_lengths" in net_input and "src_lengths" in inspect.unwrap(original).__code__.co_consts:
         return net_input["src_lengths"]
@@ -21,7 +27,13 @@ def source_lengths(
 
 
 def longest_of(generator: Any, source: Tensor, lengths: Tensor | None = None) -> int:
-    """Tokens of a hypothesis at most, its end not counted; lengths: where `match_source_len` wants them."""
+    """Return the maximum tokens of a hypothesis, without its end.
+
+    Args:
+        generator: fairseq's generator.
+        source: (B, S) int64.
+        lengths: (B,), the source lengths; required with `match_source_len`.
+    """
     if generator.match_source_len:
         assert lengths is not None
         longest = int(lengths.max())

@@ -1,8 +1,9 @@
-"""Batches that refill: when sentences have left, the next batch starts beside those that are still running.
+"""Continuous batching: when sentences have left, the next batch starts beside those still running.
 
-A batch begins as `SequenceGenerator._generate` does, and stops behind its first steps. From then on its steps are made
-together with those of the other running batches (`continuous_batching`). When it is over, and its turn has come, the
-task's `inference_step` is called as ever, and finds there what has been found.
+A batch starts as in `SequenceGenerator._generate`, and suspends after its first steps. From then on
+its steps run jointly with those of the other running batches (`continuous_batching`). When the
+batch has finished and its turn has come, the task's `inference_step` is called as usual, and
+receives the hypotheses that were found.
 
 Source: Hoang et al. 2018 (Amun), section 2.1.
 """
@@ -50,7 +51,13 @@ _logger = logging.getLogger("fastgen")
 
 
 class Translated(NamedTuple):
-    """A batch; its hypotheses, None where it has no sentences; how many tokens the best ones have."""
+    """A translated batch.
+
+    Attributes:
+        sample: The batch.
+        found: Its hypotheses; None if it has no sentences.
+        tokens: Total length of the best hypotheses.
+    """
 
     sample: Any
     found: Found | None
@@ -59,9 +66,13 @@ class Translated(NamedTuple):
 
 @dataclass(eq=False)
 class _Batch:
-    """A batch that waits, unless it runs or something has been found for it.
+    """A batch; it waits unless it is running, is empty, or has hypotheses.
 
-    error: what came in the place of the batch, or when it began beside others: for when its turn has come.
+    Attributes:
+        runs: Whether it is running.
+        found: Its hypotheses, once it has finished.
+        error: Exception that reading or starting the batch raised; it is raised when the batch's
+            turn comes.
     """
 
     sample: Any
@@ -85,25 +96,32 @@ class _Running(Cohort[StepOutput]):
 
 
 class Translations:
-    """The batches of a run and what is found for them, in order: one after the other, or beside each other.
+    """Iterator over the translated batches of a run, in order; batches may run side by side.
 
     Args:
-        batches: fairseq's iterator, or another.
-        timer: runs while something is translated, and counts the tokens.
-        prefix_size: tokens of the target that a hypothesis begins with.
-        cuda: whether batches are moved to a GPU.
+        task: fairseq's task.
+        models: The models of the generator.
+        generator: fairseq's generator.
+        batches: Iterable of batches, such as fairseq's iterator.
+        timer: Runs during translation, and counts the tokens.
+        prefix_size: Number of target tokens that each hypothesis starts with.
+        cuda: Whether to move batches to a GPU.
+
+    Attributes:
+        refused: Fallback reason for translating batches one at a time; None otherwise.
+        left_off: Disabled features, each with its fallback reason, as keys.
     """
 
     def __init__(
-        self, task: Any, models: list[Any], generator: Any, batches: Any, timer: StopwatchMeter, prefix_size: int,
-        cuda: bool,
+        self, task: Any, models: list[Any], generator: Any, batches: Any, timer: StopwatchMeter,
+        prefix_size: int, cuda: bool,
     ) -> None:  # fmt: skip
         self.task, self.models, self.generator, self.timer = task, models, generator, timer
         self.prefix_size, self.cuda = prefix_size, cuda
         self.refused = _reason_not_to_refill(task, generator, prefix_size)
         self.left_off = dict.fromkeys([] if self.refused is None else [left_empty(self.refused)])
         self._batches = iter(batches)
-        self._queue: deque[_Batch] = deque()  # what has been read and not been handed out
+        self._queue: deque[_Batch] = deque()  # batches that were read and not yet yielded
         self._running: list[_Running] = []
         self._occupancy, self._replay = Occupancy(), JointReplay()
 
@@ -119,9 +137,9 @@ class Translations:
             yield translated
 
     def _read(self) -> _Batch | None:
-        """Append the next batch to the queue; None where there is none.
+        """Append the next batch to the queue; return None if there is none.
 
-        What the iterator raises behind other batches must not come before them.
+        An exception of the iterator is queued too if other batches are to be yielded before it.
         """
         try:
             sample: Any = next(self._batches, None)
@@ -137,7 +155,7 @@ class Translations:
         return batch
 
     def _translate(self, batch: _Batch) -> Translated:
-        """Have the task translate a batch whose turn has come, where that is still to be done."""
+        """Let the task translate the batch whose turn it is, reusing hypotheses found already."""
         self.timer.start()
         self._decode(batch)
         sample, found = batch.sample, batch.found
@@ -150,12 +168,15 @@ class Translations:
                 prefix_tokens=prefix,
                 constraints=sample.get("constraints"),
             )
-        tokens = sum(len(of_sentence[0]["tokens"]) for of_sentence in hypotheses)
+        tokens = sum(len(nbest[0]["tokens"]) for nbest in hypotheses)
         self.timer.stop(tokens)
         return Translated(sample, hypotheses, tokens)
 
     def _decode(self, batch: _Batch) -> None:
-        """Decode until a batch is done, with others beside it; it waits where that is for the task to do."""
+        """Decode until a batch has finished, with others beside it.
+
+        A batch that cannot start stays waiting, so that the task translates it.
+        """
         if self.refused is not None and not batch.runs:
             return
         with engine.running("fairseq-generate"), routes(self.generator), torch.no_grad():
@@ -173,14 +194,14 @@ class Translations:
                 self._step()
 
     def _has_room(self) -> bool:
-        """Whether another batch may start beside those that run."""
+        """Return whether another batch may start beside the running ones."""
         if self.refused is not None or self._queue[-1].waits:
             return False
         tokens = max(cohort.sentences * cohort.width for cohort in self._running)
         return self._occupancy.room(self._running, tokens) > 0
 
     def _start(self, batch: _Batch) -> None:
-        """Let a batch begin, if it can: it runs, or is done; else it waits for its turn."""
+        """Start a batch if possible; otherwise it waits for its turn."""
         sample, generator = batch.sample, self.generator
         try:
             plan = decide(generator, sample, sample.get("constraints"))
@@ -213,16 +234,15 @@ class Translations:
                 )
 
     def _step(self) -> None:
-        """Make a step of all that run."""
+        """Run one joint step of all running batches."""
         over = None
         try:
             over = advance(self._running, self._replay)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-        if (
-            over is None
-        ):  # out of the handler, so that nothing holds on to what the batches had made
+        # Outside of the handler: there, the traceback would keep the batches' tensors alive.
+        if over is None:
             self._begin_anew()
             return
         if self._replay.refused is not None and self.refused is None:
@@ -232,7 +252,10 @@ class Translations:
             cohort.batch.runs, cohort.batch.found = False, cohort.begun.finish()
 
     def _begin_anew(self) -> None:
-        """Have all that run wait for their turns, as there is not enough memory: then a batch may go in halves."""
+        """Restart all running batches one at a time after memory ran out.
+
+        On its own, a batch can be split in halves.
+        """
         again = [batch for batch in self._queue if batch.runs]
         for batch in again:
             batch.runs = False
@@ -251,7 +274,7 @@ class Translations:
 
 
 def _reason_not_to_refill(task: Any, generator: Any, prefix_size: int) -> str | None:
-    """Why batches must be translated one after the other, as far as it can be told before they are."""
+    """Return why batches have to be translated one at a time, as far as known in advance."""
     name, kind = type(generator).__name__, type(generator)
     if type(task).inference_step is not FairseqTask.inference_step or "inference_step" in vars(
         task

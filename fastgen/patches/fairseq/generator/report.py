@@ -1,4 +1,4 @@
-"""What accelerated calls of fairseq's generators did, counted for `status`."""
+"""Records of accelerated calls of fairseq's generators, for `fastgen.status`."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +19,7 @@ _METHODS = {
 
 
 def of_generator(generator: Any) -> tuple[str, str]:
-    """The model class and the decoding method of a generator."""
+    """Return the model class and the decoding method of a generator."""
     search = type(generator.search).__name__
     return type(generator.model.models[0]).__name__, _METHODS.get(search, search)
 
@@ -27,10 +27,13 @@ def of_generator(generator: Any) -> tuple[str, str]:
 def note_served(
     generator: Any, plan: Plan, left_off: Iterable[str], steps: Iterable[DecoderStep]
 ) -> None:
-    """Count a call that fastgen's loop has served.
+    """Count a call that fastgen's decode loop has served.
 
     Args:
-        left_off: what the call did without. steps: the decode steps of its models that are made from their weights.
+        generator: fairseq's generator.
+        plan: What the call ran.
+        left_off: Features that were disabled for the call, with their fallback reasons.
+        steps: The fused decode steps of its models.
     """
     left_off = tuple(dict.fromkeys(left_off))
     plan = replace(

@@ -1,4 +1,4 @@
-"""What `SequenceGenerator` does to log-probabilities, and how it chooses among them."""
+"""Logits transforms and token selection of `SequenceGenerator`."""
 
 from typing import Any
 
@@ -29,12 +29,15 @@ from fastgen.ops.selection.kbest import fused
 
 
 class Beam:
-    """Beam search: edits of the log-probabilities, then the best of each sentence.
+    """Beam search: logits transforms, then the best candidates of each sentence.
 
-    Where kernels or C run they get the edits as bits, and no log-probability is written.
+    Kernels and C receive the transforms in sparse form, and log-probabilities are not materialized.
 
     Args:
-        longest: tokens of a hypothesis at most, its end not counted.
+        generator: fairseq's generator.
+        prefix_tokens: (B, P) int64, or None.
+        longest: Maximum tokens of a hypothesis, without its end.
+        device: Device of the search.
     """
 
     plain = True
@@ -45,7 +48,7 @@ class Beam:
         self.generator, self.prefix_tokens, self.longest = generator, prefix_tokens, longest
         blocker = generator.repeat_ngram_blocker
         self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
-        # fairseq's options, in its order; those of the free tokens not while there is a prefix.
+        # fairseq's options, in its order. Those in `free` do not apply within a prefix.
         self.first: list[LogitsTransform] = [
             Ban(torch.tensor([generator.pad], device=device, dtype=torch.int64), lambda _: True)
         ]
@@ -72,7 +75,7 @@ class Beam:
             )
         self.last: list[LogitsTransform] = (
             [NGramBlock(self.ngram)] if self.ngram > 1 else []
-        )  # fairseq never finds single tokens
+        )  # fairseq never blocks single tokens
 
     def __call__(self, prediction: Prediction, state: FirstFinished) -> Candidates:
         count, logits = len(state.running), prediction.logits
@@ -82,20 +85,29 @@ class Beam:
                 return self.of_logits(rows, text, state.running_scores(rows.shape[1]), state.beams)
         log_probs = self.apply_transforms(prediction.log_probs(), state)
         if state.step == 0 and log_probs.shape[0] != count:
-            log_probs = log_probs[:: state.beams]  # all beams are the same yet
+            log_probs = log_probs[:: state.beams]  # all beams are still equal
         rows = log_probs.view(count, -1, log_probs.shape[1])
         return best(rows, state.running_scores(rows.shape[1]), state.beams)
 
     def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
         transforms = sparse(self.transforms, text, logits.shape[2])
-        assert transforms is not None  # all are of few tokens, and one of them changes scores
+        assert transforms is not None  # all are sparse, and only one of them changes scores
         return best_of_logits(logits, scores, beams, transforms)
 
     def phase(self, step: int) -> tuple[int, ...] | None:
         return None if self._in_prefix(step) else phases(self.transforms, step + 1)
 
     def forced(self, tokens: Tensor, longest: int) -> int:
-        """How many of tokens (B, P + 1) behind the first all sentences have, with nothing for an option to decide."""
+        """Return how many prefix tokens of all sentences can be prefilled in one pass.
+
+        Args:
+            tokens: (B, P + 1) int64, the start token and the prefix.
+            longest: Upper bound of the result.
+
+        Returns:
+            The number of leading tokens that every prefix has and no option can change; 0 if an
+            option may interfere.
+        """
         generator, n = self.generator, self.ngram
         free = tokens[:, 1:].eq(generator.pad) | tokens[:, 1:].eq(generator.eos)
         count = min(int((~free).long().cumprod(1).sum(1).min()), longest)
@@ -103,17 +115,20 @@ class Beam:
             return 0
         for row in tokens[:, : count + 1].tolist() if n > 1 else ():
             grams = list(zip(*(row[i:] for i in range(n)), strict=False))
-            if len(set(grams)) < len(grams):  # blocking would forbid what the prefix wants
+            if len(set(grams)) < len(grams):  # n-gram blocking would ban tokens of the prefix
                 return 0
         return count
 
     @property
     def transforms(self) -> list[LogitsTransform]:
-        """What is done to the log-probabilities of tokens that no prefix gives, in fairseq's order."""
+        """The logits transforms of tokens outside of a prefix, in fairseq's order."""
         return [*self.first, *self.free, *self.last]
 
     def apply_transforms(self, log_probs: Tensor, state: FirstFinished) -> Tensor:
-        """Apply the generator's options, in fairseq's order; in place, or at R rows where prefixes want them."""
+        """Apply the generator's options to log-probabilities, in fairseq's order.
+
+        Works in place. Within a prefix, log-probabilities (B, V) are expanded to (R, V) first.
+        """
         without_nan(log_probs)
         log_probs = apply_transforms(log_probs, _text(state, log_probs), self.first)
         if self._in_prefix(state.step):
@@ -127,7 +142,7 @@ class Beam:
         return apply_transforms(log_probs, _text(state, log_probs), self.last)
 
     def _in_prefix(self, step: int) -> bool:
-        """Whether a prefix may say what the next token is."""
+        """Return whether a prefix may determine the next token."""
         prefix = self.prefix_tokens
         return prefix is not None and step < min(prefix.shape[1], self.longest)
 
@@ -140,9 +155,11 @@ class Beam:
 
 
 class Toolkits(Beam):
-    """The same edits, and a search of fairseq's own or the user's, which gets what fairseq would give it.
+    """`Beam`'s logits transforms, with token selection by another search of fairseq or of the user.
 
-    Sentences leave when fairseq's would, in order, as a search may draw random numbers for all or keep a state of each.
+    The search receives the same arguments as in fairseq. Sentences leave the batch when fairseq's
+    would, and in order: a search may draw random numbers for all sentences, or keep a state for
+    each.
     """
 
     plain = False
@@ -194,16 +211,15 @@ class Toolkits(Beam):
 
 
 def _text(state: FirstFinished, rows: Tensor) -> Text:
-    """The tokens of rows (R, V), or (B, V) in the first step."""
+    """Return the tokens of rows (R, V), or of (B, V) in the first step."""
     each = state.tokens.shape[0] // rows.shape[0]
     return Text(state.tokens[::each, : state.step + 1], 1)
 
 
 def without_nan(log_probs: Tensor) -> None:
-    """Replace NaN by -inf, as fairseq does."""
-    if (
-        log_probs.device.type == "cpu"
-    ):  # a NaN among the logits makes a whole row of log-probabilities NaN
+    """Replace NaN by -inf in place, as fairseq does."""
+    # A NaN logit makes its whole row of log-probabilities NaN, so that one column shows it.
+    if log_probs.device.type == "cpu":
         bad = log_probs[:, 0].isnan()
         if bool(bad.any()):
             log_probs[bad] = torch.where(log_probs[bad].isnan(), -torch.inf, log_probs[bad])
@@ -212,7 +228,7 @@ def without_nan(log_probs: Tensor) -> None:
 
 
 def _in_vocabulary(tokens: Tensor, count: int) -> Tensor:
-    """Indices into a vocabulary as indexing takes them: negative ones from its end, none beyond it."""
+    """Convert indices into a vocabulary to non-negative ones; IndexError if one is out of range."""
     if len(tokens) and not -count <= int(tokens.min()) <= int(tokens.max()) < count:
         raise IndexError(
             f"token_indices_to_suppress {tokens.tolist()}: the vocabulary has {count} tokens"

@@ -1,4 +1,7 @@
-"""fairseq models that make decode steps over the shared cache: one, an ensemble, and a language model beside them."""
+"""Decode steps of fairseq models over the shared cache.
+
+The models are a single one or an ensemble, and optionally a language model.
+"""
 
 import math
 import time
@@ -25,11 +28,25 @@ from fastgen.patches.fairseq.generator.attention import Layers, current_step
 from fastgen.patches.fairseq.generator.fused_decoder import FusedDecoder
 
 _PROJECTED = 128
-"""Positions that a prompt's log-probabilities are computed for at a time, over all sentences."""
+"""Positions of a prompt whose log-probabilities are computed at a time, over all sentences."""
 
 
 class Member:
-    """A model with a decoder of fairseq's transformer, its cache and the encoder's output at B rows, if any."""
+    """A model with a transformer decoder of fairseq, its KV cache and its encoder's output.
+
+    Args:
+        model: The fairseq model.
+        encoder_out: The encoder's output for B sentences; None for a language model.
+        sentences: B.
+        beams: M.
+        longest: Maximum number of decode steps.
+        temperature: Divides the logits.
+
+    Attributes:
+        plain: Whether log-probabilities are the log-softmax of the logits.
+        fused: The fused decode steps; None before they are built, and if they are not used.
+        left_off: Fallback reason for running decode steps through the modules; None otherwise.
+    """
 
     def __init__(
         self,
@@ -50,7 +67,17 @@ class Member:
         self.left_off: str | None = None
 
     def step(self, tokens: Tensor, ancestry: Ancestry | None) -> StepOutput:
-        """Return the prediction for R rows, and attention over the source (R, S) or None."""
+        """Run one decode step.
+
+        The first fused step also runs through the modules, for the equivalence check.
+
+        Args:
+            tokens: (R, L) int64, or (B, 1) in the first step.
+            ancestry: The ancestry of beams; None in the first step.
+
+        Returns:
+            The prediction, and the cross-attention weights (R, S), or None.
+        """
         self.layers.begin_step(ancestry, self.dtype)
         if ancestry is not None and self.fused is None and self.left_off is None:
             self.fuse()
@@ -59,33 +86,43 @@ class Member:
         elif self.fused.ready:
             (logits, attention), extra = self.fused(tokens), None
         else:
-            tried = self.fused
-            found = trial(lambda: tried(tokens)[0], tried.text, tried.step.dtype)
+            unchecked = self.fused
+            trial_result = trial(lambda: unchecked(tokens)[0], unchecked.text, unchecked.step.dtype)
             logits, attention, extra = self._by_modules(tokens)
-            reason = verdict(tried.step, found, logits[:, -1])
-            tried.ready = reason is None
+            reason = verdict(unchecked.step, trial_result, logits[:, -1])
+            unchecked.ready = reason is None
             if reason is not None:
                 self.fused, self.left_off = None, by_modules(reason)
         return self.predicted(logits, extra), attention
 
     def begin_step(self, ancestry: Ancestry) -> Context:
-        """Open a step that is made from the weights together with those of others."""
+        """Open a fused step that is computed jointly with those of other batches."""
         assert self.fused is not None
         self.layers.begin_step(ancestry, self.dtype)
         return self.fused.context()
 
     def open_step(self, tokens: Tensor, ancestry: Ancestry) -> Opened:
-        """The same for texts (R, L) and a step that is captured."""
+        """Open a captured step of texts (R, L) that is replayed jointly with other batches."""
         assert self.fused is not None
         self.layers.begin_step(ancestry, self.dtype)
         return self.fused.open(tokens, ancestry)
 
     def end_step(self, logits: Tensor, weights: Tensor | None) -> StepOutput:
-        """Return what `step` does of logits (R, V) and attention over the source (R, S) or None."""
+        """Convert the output of a joint step to that of `step`.
+
+        Args:
+            logits: (R, V).
+            weights: The cross-attention weights (R, S), or None.
+        """
         return self.predicted(logits), None if weights is None else weights.to(logits.dtype)
 
     def _by_modules(self, tokens: Tensor) -> tuple[Tensor, Tensor | None, Any]:
-        """Logits (R, 1, V), attention over the source and what else the decoder returns, by its own forward."""
+        """Run a step through the decoder's `forward`.
+
+        Returns:
+            The logits (R, 1, V), the cross-attention weights (R, S) or None, and the decoder's
+            extras.
+        """
         token = current_step.set(self.layers)
         try:
             logits, extra = self.model.decoder.forward(
@@ -97,7 +134,7 @@ class Member:
         return logits[:, -1:], None if attention is None else attention[:, -1], extra
 
     def fuse(self) -> None:
-        """Have the steps behind the first one made from the weights, or note why not."""
+        """Build the fused decode steps, or record the fallback reason."""
         try:
             if not self.plain:
                 raise NotFused("log-probabilities of its own")
@@ -106,9 +143,14 @@ class Member:
             self.left_off = by_modules(reason)
 
     def prefill(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Run texts (B, P + 1); return log-probabilities of what follows, (B, V), and of all but the first, (B, P).
+        """Run texts (B, P + 1) in one pass.
 
-        Positions pass the output layer some at a time: those of all would take the memory of P steps.
+        The output layer runs over chunks of positions: the logits of all would take the memory of P
+        steps.
+
+        Returns:
+            The log-probabilities of the next token (B, V), and those of the texts' own tokens
+            except the first (B, P).
         """
         self.layers.begin_step(None, self.dtype)
         token = current_step.set(self.layers)
@@ -127,7 +169,13 @@ class Member:
         return torch.log_softmax(last[:, -1], -1, dtype=torch.float32), torch.cat(found, 1)
 
     def predicted(self, logits: Tensor, extra: Any = None) -> Prediction:
-        """What logits (R, V), or (R, 1, V), say of the next tokens; extra: what else the decoder returns."""
+        """Return the prediction of logits (R, V), or (R, 1, V).
+
+        Args:
+            logits: The logits; divided by the temperature in place.
+            extra: Further outputs of the decoder, for models that compute log-probabilities
+                themselves.
+        """
         if self.temperature != 1.0:
             logits = logits.div_(self.temperature)
         if not self.plain:
@@ -145,21 +193,26 @@ class Member:
 
     @property
     def not_captured(self) -> str | None:
-        """That steps are not captured, and why, where it was tried."""
+        """The reason why steps are no longer captured; None if they are, or it was not tried."""
         replay = None if self.fused is None else self.fused.replay
         return None if replay is None else replay.refused
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:
-        self.layers.keep(
-            sentences, in_order
-        )  # the encoder's output stays: only the first step reads it
+        # `encoder_out` stays as it is: only the first step reads it.
+        self.layers.keep(sentences, in_order)
 
 
 class Stepper:
-    """Members that share their texts: an ensemble's probabilities are averaged, a language model's are added.
+    """Decode steps of an ensemble, whose probabilities are averaged, and a language model.
 
     Args:
-        language_model: of weight `lm_weight`; None for none.
+        members: The models of the ensemble.
+        sentences: B.
+        beams: M.
+        longest: Maximum number of decode steps.
+        device: Device of the search.
+        language_model: A language model whose log-probabilities are added, or None.
+        lm_weight: Factor of the language model's log-probabilities.
     """
 
     def __init__(
@@ -176,17 +229,20 @@ class Stepper:
         self.longest = longest
         self.ancestry = Ancestry(sentences, beams, longest, device)
         self._first = True
-        self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
+        self._began: list[tuple[int, float]] = []  # rows and start time (seconds) of each step
 
     @property
     def times(self) -> list[tuple[int, float]]:
-        """Rows and seconds of each step so far but the newest, whose end is not known."""
+        """Rows and seconds of each step, except the newest, whose end is not known."""
         each = zip(self._began, self._began[1:], strict=False)
         return [(rows, after - began) for (rows, began), (_, after) in each]
 
     @property
     def supports_multistep(self) -> bool:
-        """Whether C may make several steps in a row, choices and all: of one model, as it is."""
+        """Whether C can run several decode steps per call, token selection included.
+
+        Requires a single model with a temperature of 1.
+        """
         (member, *others), fused = self._all, self.members[0].fused
         return (
             not others
@@ -196,9 +252,15 @@ class Stepper:
         )
 
     def begin_steps(self, most: int, weights: Tensor | None = None) -> Prepared | None:
-        """Have at most so many of them ready; None where they have to be made one at a time.
+        """Prepare up to `most` decode steps that C runs in one call.
 
-        weights: (steps, B, M, S) fp32, room for attention over the source in as many steps; None where none is wanted.
+        Args:
+            most: Maximum number of steps.
+            weights: (steps, B, M, S) fp32, buffer for the cross-attention weights; None if they are
+                not needed.
+
+        Returns:
+            The prepared steps; None if steps have to run one at a time.
         """
         fused = self.members[0].fused
         assert fused is not None
@@ -208,18 +270,27 @@ class Stepper:
         )
 
     def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
-        """So many have been made, which began then; is_open: whether slots of the next tokens are open."""
+        """Record the steps that C has run.
+
+        Args:
+            run: Number of steps.
+            began: Start time of each step, in seconds.
+            is_open: Whether the KV slots of the next tokens are open already.
+        """
         fused = self.members[0].fused
         assert fused is not None
         self._began += [(self.ancestry.beams * fused.layers.sentences, second) for second in began]
         note_steps(fused.text, self.ancestry, run, is_open)
 
     def predicted(self, logits: Tensor) -> StepOutput:
-        """Return what `step` does of the logits (R, V) of a step in C, whose attention is where it belongs."""
+        """Return the output of `step` for the logits (R, V) of a step that C has run.
+
+        C writes the attention weights to their buffer itself.
+        """
         return self.members[0].predicted(logits), None
 
     def step(self, ids: Tensor) -> StepOutput:
-        """Run the newest token of ids (R, L), in the first step (B, 1)."""
+        """Run the newest token of ids (R, L), or (B, 1) in the first step."""
         self._began.append((ids.shape[0], time.perf_counter()))
         ancestry = None if self._first else self._opened()
         self._first = False
@@ -227,7 +298,7 @@ class Stepper:
 
     @property
     def joinable(self) -> bool:
-        """Whether the next step can be made together with those of others: from the weights of all models."""
+        """Whether the next step can run jointly with other batches: all models have fused steps."""
         return all(member.fused is not None and member.fused.ready for member in self._all)
 
     @property
@@ -239,17 +310,17 @@ class Stepper:
         return all(replay is not None and replay.able(rows) for replay in replays)
 
     def begin_step(self, ids: Tensor) -> list[Context]:
-        """Open a step of the newest token of ids (R, L), which is made together with those of others."""
+        """Open a step of the newest token of ids (R, L), computed jointly with other batches."""
         ancestry = self._opened()
         return [member.begin_step(ancestry) for member in self._all]
 
     def open_step(self, ids: Tensor) -> list[Opened]:
-        """The same, for a step that is captured."""
+        """Open a captured step of the newest token of ids (R, L), replayed jointly."""
         ancestry = self._opened()
         return [member.open_step(ids, ancestry) for member in self._all]
 
     def end_step(self, results: Sequence[Result]) -> StepOutput:
-        """Return what `step` does of what each model has made."""
+        """Return the output of `step` for the results of each model."""
         return self._mixed(
             [member.end_step(*made) for member, made in zip(self._all, results, strict=True)]
         )
@@ -260,18 +331,18 @@ class Stepper:
         return self.ancestry
 
     def _mixed(self, made: list[StepOutput]) -> StepOutput:
-        """The ensemble's prediction and attention, of those of all models."""
+        """Combine the predictions and the attention weights of all models."""
         steps = made[: len(self.members)]
         prediction, attention = steps[0]
         if len(steps) > 1:
-            stacked = torch.stack([of_member.log_probs() for of_member, _ in steps])
+            stacked = torch.stack([each.log_probs() for each, _ in steps])
             mean = torch.logsumexp(stacked, 0) - math.log(len(steps))
             prediction = Prediction(lambda: mean)
             seen = [attention for _, attention in steps if attention is not None]
             attention = sum(seen[1:], seen[0]) / len(steps) if seen else None
         if self.language_model is not None:
-            beside, _ = made[-1]
-            total = prediction.log_probs() + beside.log_probs() * self.lm_weight
+            lm_prediction, _ = made[-1]
+            total = prediction.log_probs() + lm_prediction.log_probs() * self.lm_weight
             prediction = Prediction(lambda: total)
         return prediction, attention
 
@@ -283,18 +354,18 @@ class Stepper:
 
     @property
     def prefills(self) -> bool:
-        """Whether a prompt can be run at once: by language models."""
+        """Whether a prompt can be run in one pass: decoder-only models without a language model."""
         plain = all(member.plain and member.encoder_out is None for member in self.members)
         return plain and self.language_model is None
 
     def prefill(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Run texts (B, P + 1), as `Member.prefill`."""
+        """Run texts (B, P + 1) in one pass; see `Member.prefill`."""
         self._first = False
-        found = [member.prefill(tokens) for member in self.members]
-        log_probs, of_tokens = (
-            torch.logsumexp(torch.stack(part), 0) for part in zip(*found, strict=True)
+        outputs = [member.prefill(tokens) for member in self.members]
+        log_probs, token_log_probs = (
+            torch.logsumexp(torch.stack(part), 0) for part in zip(*outputs, strict=True)
         )
-        return log_probs - math.log(len(found)), of_tokens - math.log(len(found))
+        return log_probs - math.log(len(outputs)), token_log_probs - math.log(len(outputs))
 
     def reorder(self, parents: Tensor) -> None:
         if self.ancestry.steps:
@@ -302,7 +373,7 @@ class Stepper:
 
     @property
     def left_off(self) -> tuple[str, ...]:
-        """What does not run, each with its reason."""
+        """Disabled features, each with its fallback reason."""
         reasons = (
             reason for member in self._all for reason in (member.left_off, member.not_captured)
         )
@@ -319,13 +390,13 @@ class Stepper:
 
 
 def attention_of(decoder: Any) -> list[Any]:
-    """The attention modules of a decoder's layers."""
+    """Return the attention modules of a decoder's layers."""
     parts = (part for layer in decoder.layers for part in (layer.self_attn, layer.encoder_attn))
     return [part for part in parts if part is not None]
 
 
 def _takes_log_softmax(model: Any) -> bool:
-    """Whether a model's log-probabilities are the log-softmax of its logits."""
+    """Return whether a model's log-probabilities are the log-softmax of its logits."""
     decoder = model.decoder
     own = (BaseFairseqModel, FairseqDecoder, TransformerModelBase)
     return getattr(decoder, "adaptive_softmax", None) is None and all(

@@ -1,4 +1,4 @@
-"""A batch for which there is not enough memory, in halves: one after the other, with the same result."""
+"""Batches that exceed memory, generated in halves: one after the other, with the same result."""
 
 import logging
 from collections.abc import Callable
@@ -15,15 +15,21 @@ from fastgen.patches.engine.out_of_memory import NO_MEMORY, give_up, make_room
 _logger = logging.getLogger("fastgen")
 
 Found = list[list[dict[str, Tensor]]]
-"""What `_generate` returns: the hypotheses of each sentence, best first."""
+"""The return value of `_generate`: the hypotheses of each sentence, best first."""
 
 
 def in_halves(
     call: Callable[[Any, Tensor | None], Found], generator: Any, sample: Any, prefix: Tensor | None
 ) -> Found:
-    """Return what `call` does of a sample and its prefix (B, P); where memory runs out, of one half and the other.
+    """Return the result of `call` for a batch; if memory runs out, split the batch and concatenate.
 
-    The halves are padded as the whole is, so that nobody can tell.
+    The halves keep the padding of the whole batch, so that the split does not change the output.
+
+    Args:
+        call: Generates a sample with a prefix (B, P), or None.
+        generator: fairseq's generator.
+        sample: The batch.
+        prefix: (B, P) int64, or None.
     """
     try:
         return call(sample, prefix)
@@ -34,13 +40,13 @@ def in_halves(
         if not _separable(generator, sample, sentences):
             give_up(sample["net_input"]["src_tokens"].device)
             raise
-    # Out of the handler, so that nothing holds on to what the call had made.
+    # Outside of the handler: there, the traceback would keep the call's tensors alive.
     _logger.warning(
         "not enough memory for a batch of %d sentences: it is generated in halves", sentences
     )
     engine.hit("fairseq.generate", [f"a batch at once: {NO_MEMORY}"])
     make_room()
-    found: Found = []
+    hypotheses: Found = []
     for at in (slice(0, sentences // 2), slice(sentences // 2, sentences)):
         part = {
             name: value[at] if _by_sentence(value, sentences) else value
@@ -50,12 +56,12 @@ def in_halves(
             name: None if value is None else value[at]
             for name, value in sample["net_input"].items()
         }
-        found += in_halves(call, generator, part, None if prefix is None else prefix[at])
-    return found
+        hypotheses += in_halves(call, generator, part, None if prefix is None else prefix[at])
+    return hypotheses
 
 
 def _separable(generator: Any, sample: Any, sentences: int) -> bool:
-    """Whether each sentence is searched by itself, and whose is what can be told."""
+    """Return whether sentences are searched independently and all inputs can be split."""
     return (
         sentences > 1
         and type(generator.search) is BeamSearch

@@ -1,8 +1,10 @@
-"""`generate(..., assistant_model=small, fallback_threshold=0.6, rollback_threshold=2.0)`: big-little decoding.
+"""Big-little decoding: a small model drafts, and the large model verifies.
 
-`bild_call.options_of` takes what asks for it out of a call's arguments. The call then goes its usual way to the
-decoding loop. There `decode` sends the small model the same way with the same inputs, up to its own loop, and runs both
-together.
+    model.generate(..., assistant_model=small, fallback_threshold=0.6, rollback_threshold=2.0)
+
+`bild_call.options_of` removes the options from a call's arguments. The call then proceeds as usual
+to the decode loop. There, `decode` calls `generate` of the small model with the same inputs,
+captures the call at its own decode loop, and runs both models together.
 """
 
 import inspect
@@ -46,21 +48,24 @@ from fastgen.patches.transformers.generate.report import note_served
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 
 WIDTH = 2
-"""Drafts of a step of a beam search, times its beams."""
+"""Drafted tokens per step of a beam search, as a multiple of the number of beams."""
 
 _OF_A_TEXT = (lp.RepetitionPenaltyLogitsProcessor, lp.EncoderNoRepeatNGramLogitsProcessor)
-"""Processors that look at a text, and at what is given for it, though not those by which rows may leave a batch."""
+"""Processors that depend on one text and its inputs, but prevent rows from leaving the batch."""
 
 _OF_ONE_TEXT = (lp.EncoderRepetitionPenaltyLogitsProcessor, lp.PrefixConstrainedLogitsProcessor)
-"""Others that look at what is given for all texts, and remember nothing."""
+"""Stateless processors that depend on the inputs of the whole batch; allowed for a single text."""
 
 
 @dataclass
 class DraftingRequest:
-    """A call of `generate` that asks for it.
+    """A call of `generate` that requests big-little decoding.
 
-    inputs: what its model gets, by name, once it is called.
-    decoded: whether the call has come to the loop.
+    Attributes:
+        model: The large model.
+        options: Options of the call.
+        inputs: Arguments of `generate` other than settings, by name; None before the call.
+        decoded: Whether the call has reached the decode loop.
     """
 
     model: Any
@@ -69,7 +74,7 @@ class DraftingRequest:
     decoded: bool = False
 
     def noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`generate` that notes its inputs."""
+        """Return a wrapper around `generate` that records its inputs."""
         signature = inspect.signature(original)
 
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,18 +88,18 @@ class DraftingRequest:
         return generate
 
     def note_inputs(self, given: Mapping[str, Any], config: Any) -> None:
-        """Note what a call is given, but for what is a setting of its generation config."""
+        """Record the arguments of a call, except for settings of its generation config."""
         settings = config or GenerationConfig()
         self.inputs = {name: value for name, value in given.items() if not hasattr(settings, name)}
 
 
 @dataclass
 class BildDecoderOnlyOutput(gu.GenerateDecoderOnlyOutput):
-    """As `GenerateDecoderOnlyOutput`, and what was done for each text.
+    """`GenerateDecoderOnlyOutput` with counts for each text.
 
     Attributes:
-        bild: by name, int64 (B,): tokens, drafted, large_calls, small_calls, fallbacks, rollbacks
-            (`fastgen.decoding.speculative.bild.Counts`).
+        bild: Counts (B,) int64 by name: tokens, drafted, large_calls, small_calls, fallbacks,
+            rollbacks (`fastgen.decoding.speculative.bild.Counts`).
     """
 
     bild: dict[str, Tensor] | None = None
@@ -102,16 +107,20 @@ class BildDecoderOnlyOutput(gu.GenerateDecoderOnlyOutput):
 
 @dataclass
 class BildEncoderDecoderOutput(gu.GenerateEncoderDecoderOutput):
-    """As `GenerateEncoderDecoderOutput`, and what was done for each text, as in `BildDecoderOnlyOutput`."""
+    """`GenerateEncoderDecoderOutput` with counts for each text.
+
+    Attributes:
+        bild: As in `BildDecoderOnlyOutput`.
+    """
 
     bild: dict[str, Tensor] | None = None
 
 
 def decode(call: Call, asked: DraftingRequest) -> Any:
-    """The decoding loop of a call; returns what `generate` returns.
+    """Run the decode loop of a call and return the value of `generate`.
 
     Raises:
-        ValueError: the call has what cannot be had here; the message says what.
+        ValueError: The call has an unsupported setting; the message names it.
     """
     options, config = asked.options, call.config
     asked.decoded = True
@@ -165,7 +174,7 @@ def decode(call: Call, asked: DraftingRequest) -> Any:
 
 
 def pace_for(call: Call, options: Options) -> Pace | None:
-    """The costs by which a call drafts; None where it always does."""
+    """Return the costs by which a call decides whether to draft; None if it always drafts."""
     by_default = options.lossless and not call.config.do_sample
     adaptive = by_default if options.adaptive is None else options.adaptive
     return (
@@ -176,7 +185,7 @@ def pace_for(call: Call, options: Options) -> Pace | None:
 
 
 def returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
-    """What `generate` returns; the counts are summed up for `status()`."""
+    """Return the value of `generate`, and add the counts to those of `status()`."""
     sums = torch.stack(list(counts.values())).sum(1)
     engine.decoded_together(
         dict(zip(counts, cast("list[int]", cast(Any, sums).tolist()), strict=True))
@@ -190,7 +199,11 @@ def returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Ten
 
 
 def check(call: Call, asked: DraftingRequest) -> None:
-    """Raise ValueError where a call, or its small model, has what cannot be had here, as far as it is visible."""
+    """Check a call and its small model for unsupported settings, as far as they are visible.
+
+    Raises:
+        ValueError: There is one; the message names it.
+    """
     if not asked.options.beams:
         _check_call(call)
     if asked.options.small is not None:
@@ -199,10 +212,10 @@ def check(call: Call, asked: DraftingRequest) -> None:
 
 
 def drafted(call: Call, asked: DraftingRequest) -> DraftedStepper:
-    """The model of a beam search whose steps the small one drafts.
+    """Return the stepper of a beam search whose steps the small model drafts.
 
     Raises:
-        ValueError: its steps cannot be made from its weights.
+        ValueError: Decode steps of one of the models cannot run from its weights.
     """
     asked.decoded = True
     plan, step = planned(call, "beam")
@@ -211,11 +224,12 @@ def drafted(call: Call, asked: DraftingRequest) -> DraftedStepper:
 
 
 def not_proven(model: DraftedStepper, reason: NotFused) -> ValueError:
-    """What is raised where one of the two models has turned out to compute something else."""
+    """Return the error to raise after one of the two models failed its equivalence check."""
     return _not_fused(model.model if model.fused is None else model.small.model, reason)
 
 
 def by_name(counts: Sequence[Counts]) -> dict[str, Tensor]:
+    """Return the counts of B texts as tensors (B,) int64, by name."""
     names = Counts.__dataclass_fields__
     return dict(
         zip(
@@ -247,8 +261,8 @@ def _check_call(call: Call) -> None:
     if (name := rowwise(others)) is not None:
         why = "may look at the whole batch" if several else "may remember what it was asked before"
         raise ValueError(
-            f"big-little decoding asks logits processors of some texts at a time, and of tokens that do not come to "
-            f"stay, but {name} {why}"
+            "big-little decoding asks logits processors of some texts at a time, "
+            f"and of tokens that do not come to stay, but {name} {why}"
         )
     if several and call.streamer is not None:
         raise ValueError(
@@ -257,19 +271,29 @@ def _check_call(call: Call) -> None:
 
 
 def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Plan, DecoderStep]:
-    """How a model's steps run.
+    """Return the plan and the fused decode step of a model.
+
+    Args:
+        call: The call of the model.
+        loop: The decode loop.
 
     Raises:
-        ValueError: they cannot be made from its weights.
+        ValueError: The decode steps cannot run from the weights.
     """
     kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
     if compat.is_user_provided(compat.cache_of(kwargs)):
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {IS_GIVEN}")
     try:
         plan, step = decide(
-            call.model, loop, call.input_ids, call.logits_processor, call.stopping_criteria, call.config, kwargs,
+            call.model,
+            loop,
+            call.input_ids,
+            call.logits_processor,
+            call.stopping_criteria,
+            call.config,
+            kwargs,
             drafts=True,
-        )  # fmt: skip
+        )
     except Unsupported as unsupported:
         raise ValueError(
             f"big-little decoding of {type(call.model).__name__}: {unsupported.reason}"
@@ -278,20 +302,19 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
         raise _not_fused(call.model, "; ".join(plan.left_off))
     if step.tokens > 1:
         raise _not_fused(call.model, f"each step runs {step.tokens} tokens of a text")
-    return replace(
-        plan, graphs=False
-    ), step  # drafts are of all lengths, and no pass over them is captured
+    # Passes over drafts have varying lengths, so no CUDA graphs are captured.
+    return replace(plan, graphs=False), step
 
 
 def _not_fused(model: Any, reason: object) -> ValueError:
     return ValueError(
-        "big-little decoding needs decode steps from the weights, which run any tokens of any text; of "
-        f"{type(model).__name__}, {reason}"
+        "big-little decoding needs decode steps from the weights, "
+        f"which run any tokens of any text; of {type(model).__name__}, {reason}"
     )
 
 
 class _Whole:
-    """A model that makes all its layers' steps from the weights (`decoding.speculative.bild.Model`)."""
+    """A `decoding.speculative.bild.Model` that runs all its layers from the weights."""
 
     def __init__(self, call: Call) -> None:
         plan, step = planned(call)
@@ -320,7 +343,7 @@ class _Whole:
 
 
 class _FirstLayers:
-    """The first layers of a model, over its own keys and values (`decoding.speculative.bild.Model`)."""
+    """A `decoding.speculative.bild.Model` of the large model's first layers, with its KV cache."""
 
     def __init__(self, whole: _Whole, layers: int) -> None:
         self.whole = whole
@@ -329,17 +352,17 @@ class _FirstLayers:
         self.step = early_exit(step, layers)
 
     def prefill(self) -> None:
-        """The last token of each prompt is run once more, to the layer of the exit."""
+        """Do nothing: the first span of each text reruns its last prompt token up to the exit."""
 
     def extend(self, spans: Sequence[Span]) -> Tensor:
         return self.whole.fused.extend(spans, self.step)
 
     def keep(self, rows: Tensor) -> None:
-        """They are the whole model's, which has kept them."""
+        """Do nothing: the large model compacts the shared KV cache."""
 
 
 class _Later:
-    """A model that is made when it is first needed (`decoding.speculative.bild.Model`)."""
+    """A `decoding.speculative.bild.Model` that is created at its prefill."""
 
     def __init__(self, make: Callable[[], _Whole]) -> None:
         self._make = make
@@ -359,41 +382,54 @@ class _Later:
 
 
 def _small(call: Call, asked: DraftingRequest) -> _Whole:
-    """The small model of a call, with the call's inputs."""
+    """Return the small model of a call, set up with the call's inputs.
+
+    Raises:
+        ValueError: Its call does not reach the decode loop, or does not match the large model's.
+    """
     model, config, inputs = asked.options.small, call.config, inputs_of_small(asked)
     with requesting(model, captures_call_only=True):
-        handed_over = model.generate(generation_config=settings_of_small(config), **inputs)
-    if not isinstance(handed_over, Call):
+        small_call = model.generate(generation_config=settings_of_small(config), **inputs)
+    if not isinstance(small_call, Call):
         raise ValueError(
-            f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop"
+            f"{type(model).__name__} has a generate of its own, "
+            "which does not come to the decoding loop"
         )
-    if handed_over.config.max_length != config.max_length:
+    if small_call.config.max_length != config.max_length:
         raise ValueError(
             f"the generation config of the small {type(model).__name__} has a length of its own, "
-            f"max_new_tokens={handed_over.config.max_new_tokens}: set it to None there"
+            f"max_new_tokens={small_call.config.max_new_tokens}: set it to None there"
         )
     texts = call.input_ids[:: config.num_beams]
-    if not torch.equal(handed_over.input_ids.to(texts.device), texts):
+    if not torch.equal(small_call.input_ids.to(texts.device), texts):
         raise ValueError(
-            f"the small {type(model).__name__} begins its texts with other tokens than the large model"
+            f"the small {type(model).__name__} begins its texts "
+            "with other tokens than the large model"
         )
-    return _Whole(handed_over)
+    return _Whole(small_call)
 
 
 def settings_of_small(config: Any) -> GenerationConfig:
-    """How the small model's `generate` is called, so that it begins as the large one with its settings does."""
+    """Return the small model's generation config, so that it starts like the large model's call."""
     return GenerationConfig(
-        max_length=config.max_length, num_beams=1, num_return_sequences=1, do_sample=False, use_cache=True,
-        return_dict_in_generate=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id,
-        bos_token_id=config.bos_token_id, decoder_start_token_id=config.decoder_start_token_id,
-    )  # fmt: skip
+        max_length=config.max_length,
+        num_beams=1,
+        num_return_sequences=1,
+        do_sample=False,
+        use_cache=True,
+        return_dict_in_generate=False,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        bos_token_id=config.bos_token_id,
+        decoder_start_token_id=config.decoder_start_token_id,
+    )
 
 
 def inputs_of_small(asked: DraftingRequest) -> Mapping[str, Any]:
-    """What the small model's `generate` gets: the call's inputs.
+    """Return the inputs of the small model's `generate`, which are those of the call.
 
     Raises:
-        ValueError: there are none but those that are the large model's alone.
+        ValueError: The call has only inputs that are specific to the large model.
     """
     assert asked.inputs is not None
     inputs = {k: v for k, v in asked.inputs.items() if v is not None and k != "encoder_outputs"}
@@ -404,7 +440,8 @@ def inputs_of_small(asked: DraftingRequest) -> Mapping[str, Any]:
         "pixel_values",
     }:
         raise ValueError(
-            f"the small model needs inputs that are not the large one's alone, and got {', '.join(inputs) or 'none'}"
+            "the small model needs inputs that are not the large one's alone, "
+            f"and got {', '.join(inputs) or 'none'}"
         )
     return inputs
 
@@ -413,7 +450,8 @@ def _check_small(model: Any) -> None:
     family = family_of(model.config.model_type)
     if family is not None and family.segments:
         raise ValueError(
-            f"{type(model).__name__} has a generate of its own, which does not come to the decoding loop"
+            f"{type(model).__name__} has a generate of its own, "
+            "which does not come to the decoding loop"
         )
     try:
         check_model(model)

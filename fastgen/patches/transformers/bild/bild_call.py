@@ -1,4 +1,4 @@
-"""What a call of `generate` says of big-little decoding, and whether its two models fit."""
+"""Parsing of the big-little decoding options of `generate`, and checks that two models match."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -9,38 +9,46 @@ from fastgen.patches.transformers.generate.first_tokens import of_sentences
 from fastgen.patches.transformers.generate.resolve_setting import said
 
 _PADDING = 1024
-"""Rows of an embedding that stand for no token, at most: two models of one tokenizer may differ by so many."""
+"""Maximum number of unused embedding rows, by which two models of one tokenizer may differ."""
 
 
 def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
-    """Take what asks for big-little decoding out of the arguments of `generate`; None where nothing does.
+    """Remove and return the big-little decoding options from the arguments of `generate`.
 
-    A threshold in the call asks for it, or one in the generation config of a call that has an assistant. An
-    `assistant_model` alone is transformers' own assisted decoding.
+    An option in the call requests big-little decoding. So does one in the generation config, if the
+    call has an assistant. An `assistant_model` alone requests transformers' own assisted decoding.
+
+    Args:
+        model: The large model.
+        arguments: Arguments of `generate`; modified.
+
+    Returns:
+        The options, or None if the call does not request big-little decoding.
 
     Raises:
-        ValueError, TypeError: a value is not one that it can have; or two models do not fit.
+        ValueError: An option has an invalid value, or the two models do not match.
+        TypeError: An option has a value of the wrong type.
     """
     small, layers = arguments.get("assistant_model"), arguments.get("assistant_early_exit")
-    given = {name: arguments.pop(name) for name in bild_options.NAMES if name in arguments}
-    asked = {name: value for name, value in given.items() if value is not None}
-    if all(value is False for value in asked.values()) and small is None and layers is None:
+    in_call = {name: arguments.pop(name) for name in bild_options.NAMES if name in arguments}
+    requested = {name: value for name, value in in_call.items() if value is not None}
+    if all(value is False for value in requested.values()) and small is None and layers is None:
         return None
     configs = {"generation_config": arguments.get("generation_config")}
     stored = {name: said(model, configs, name) for name in bild_options.NAMES}
     stored = {name: value for name, value in stored.items() if value is not None}
-    if all(value is False for value in (*asked.values(), *stored.values())):
+    if all(value is False for value in (*requested.values(), *stored.values())):
         return None
     for name in ("assistant_model", "assistant_early_exit"):
         arguments.pop(name, None)
-    if (behind := said(model, arguments, "assistant_early_exit")) is not None:
+    if (stored_exit := said(model, arguments, "assistant_early_exit")) is not None:
         raise ValueError(
-            f"assistant_early_exit={behind} is in the generation config, where it is transformers' own assisted "
-            "decoding: set it to None there, and give it in the call"
+            f"assistant_early_exit={stored_exit} is in the generation config, where it is "
+            "transformers' own assisted decoding: set it to None there, and give it in the call"
         )
     tokenizers = arguments.get("tokenizer"), arguments.pop("assistant_tokenizer", None)
     options = bild_options.options(
-        small, layers, asked, stored, ("assistant_model", "assistant_early_exit")
+        small, layers, requested, stored, ("assistant_model", "assistant_early_exit")
     )
     if of_sentences(said(model, arguments, "forced_bos_token_id")) is not None:
         raise ValueError(
@@ -50,15 +58,16 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
         said(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences")
     )
     if options.beams:
-        _check_beams(asked, beams)
+        _check_beams(requested, beams)
     if options.beams and not (options.lossless and small is not None):
         raise ValueError(
-            "speculative_beams=True gives what the beam search gives: it needs lossless=True and a model"
+            "speculative_beams=True gives what the beam search gives: "
+            "it needs lossless=True and a model"
         )
     if beams != 1 and not options.beams:
         raise ValueError(
-            f"{bild_options.one_text('num_beams', beams)}; with speculative_beams=True and lossless=True the steps of "
-            "the beam search are drafted"
+            f"{bild_options.one_text('num_beams', beams)}; with speculative_beams=True and "
+            "lossless=True the steps of the beam search are drafted"
         )
     if texts != 1 and beams == 1:
         raise ValueError(bild_options.one_text("num_return_sequences", texts))
@@ -68,40 +77,43 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
 
 
 def _check_beams(asked: Mapping[str, Any], beams: int) -> None:
-    """Raise ValueError where a call says what the drafts of a beam search have not."""
+    """Raise ValueError if a call has options that do not apply to drafts of a beam search."""
     if beams == 1:
         raise ValueError("speculative_beams drafts the steps of a beam search, and num_beams is 1")
     others = ", ".join(sorted(set(asked) - {"speculative_beams", "lossless"}))
     if others:
         raise ValueError(
-            f"speculative_beams drafts the best continuations of a step: {others} says nothing of it"
+            "speculative_beams drafts the best continuations of a step: "
+            f"{others} says nothing of it"
         )
 
 
 def _check_pair(large: Any, small: Any, tokenizers: tuple[Any, Any]) -> None:
-    """Raise ValueError where two models do not read and write the same tokens, as far as it can be told."""
+    """Raise ValueError if two models visibly do not share their tokens."""
     if bool(large.config.is_encoder_decoder) != bool(small.config.is_encoder_decoder):
         raise ValueError(
-            f"a {type(small).__name__} cannot draft for a {type(large).__name__}: one has an encoder"
+            f"a {type(small).__name__} cannot draft for a {type(large).__name__}: "
+            "one has an encoder"
         )
     if None not in tokenizers and tokenizers[0] is not tokenizers[1]:
-        ours, theirs = (tokenizer.get_vocab() for tokenizer in tokenizers)
-        if ours != theirs:
-            token = next(t for t in (*ours, *theirs) if ours.get(t) != theirs.get(t))
+        of_large, of_small = (tokenizer.get_vocab() for tokenizer in tokenizers)
+        if of_large != of_small:
+            token = next(t for t in (*of_large, *of_small) if of_large.get(t) != of_small.get(t))
             raise ValueError(
-                f"big-little decoding needs two models of one tokenizer: {token!r} is {ours.get(token)} to the large "
-                f"one and {theirs.get(token)} to the small one"
+                f"big-little decoding needs two models of one tokenizer: {token!r} is "
+                f"{of_large.get(token)} to the large one and {of_small.get(token)} to the small one"
             )
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (large, small)]
     if abs(sizes[0] - sizes[1]) > _PADDING:
         raise ValueError(
-            f"big-little decoding needs two models of one tokenizer: their vocabularies have {sizes[0]} and {sizes[1]} "
-            "tokens"
+            "big-little decoding needs two models of one tokenizer: "
+            f"their vocabularies have {sizes[0]} and {sizes[1]} tokens"
         )
     for name in ("eos_token_id", "pad_token_id", "decoder_start_token_id"):
         ids = [getattr(model.generation_config, name, None) for model in (large, small)]
         sets = [set(cast("list[int]", i) if isinstance(i, list) else [i]) - {None} for i in ids]
         if all(sets) and not sets[0] & sets[1]:
             raise ValueError(
-                f"big-little decoding needs two models of one tokenizer: {name} is {ids[0]} and {ids[1]}"
+                "big-little decoding needs two models of one tokenizer: "
+                f"{name} is {ids[0]} and {ids[1]}"
             )

@@ -1,4 +1,7 @@
-"""Big-little calls that would not draft: the large model's own, with the counts and the output of the others."""
+"""Big-little calls that would never draft: the large model decodes alone.
+
+Counts and output have the same form as in calls that draft.
+"""
 
 import copy
 from dataclasses import replace
@@ -14,22 +17,28 @@ from fastgen.patches.transformers.generate.report import CallReport
 
 
 def rests(call: Call, asked: bild.DraftingRequest) -> bool:
-    """Whether a call is better the large model's own, as no round of it would draft, and its output is the same."""
+    """Return whether the large model should decode alone.
+
+    That is the case if no round of the call would draft and the output is the same.
+
+    Raises:
+        ValueError: Big-little decoding does not support the call.
+    """
     pace = bild.pace_for(call, asked.options)
-    alike = not (
+    same_output = not (
         call.config.do_sample
         or asked.options.paper_compat
         or call.scored
         or call.wanted is not None
     )
-    if pace is None or not alike or pace.total == 0.0 or pace.may_draft():
+    if pace is None or not same_output or pace.total == 0.0 or pace.may_draft():
         return False
     bild.check(call, asked)
     return True
 
 
 def resting(call: Call) -> Call:
-    """A call that rests returns tokens; what else a dict would have, as keys and values, is not made."""
+    """Return the call with tokens as its only output, which skips the other fields of a dict."""
     config = copy.copy(call.config)
     config.return_dict_in_generate = False
     return replace(call, config=config)
@@ -43,16 +52,26 @@ def of_large_alone(
     report: CallReport,
     seconds: float,
 ) -> Any:
-    """What `generate` returns of a call that rested, as a dict or as tokens; what it took is noted."""
+    """Record the cost of a call that the large model decoded alone, and return its output.
+
+    Args:
+        call: The call.
+        asked: Its request for big-little decoding.
+        as_dict: Whether `generate` returns a dict.
+        sequences: Token ids (B, L) int64.
+        report: Report of the call.
+        seconds: Duration of the call.
+    """
     asked.decoded, pace = True, bild.pace_for(call, asked.options)
-    assert pace is not None  # or it has not rested
-    for rows, of_step in report.steps:
-        pace.note(False, rows, rows, of_step)
-    written: list[list[int]] = cast(Any, sequences[:, call.input_ids.shape[1] :]).tolist()
+    assert pace is not None  # `rests` returned True
+    for rows, step_seconds in report.steps:
+        pace.note(False, rows, rows, step_seconds)
+    generated: list[list[int]] = cast(Any, sequences[:, call.input_ids.shape[1] :]).tolist()
     eos = stop_of(call.stopping_criteria).eos
     ends: set[int] = set() if eos is None else set(cast(Any, eos).tolist())
     lengths = [
-        next((n for n, token in enumerate(text, 1) if token in ends), len(text)) for text in written
+        next((n for n, token in enumerate(text, 1) if token in ends), len(text))
+        for text in generated
     ]
     pace.note_call(False, sum(lengths), seconds)
     counts = bild.by_name([Counts(tokens=length, large_calls=length) for length in lengths])

@@ -1,4 +1,7 @@
-"""A transformers model whose beams' steps a small model drafts (`decoding.speculative.drafted_beams`)."""
+"""Stepper of a beam search whose steps a small model drafts.
+
+See `decoding.speculative.drafted_beams`.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -16,11 +19,15 @@ from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 
 
 class DraftedStepper(SharedStepper):
-    """The large model of a beam search.
+    """Stepper of the large model of a beam search.
 
     Args:
-        small: the other model, at one row per sentence.
-        width, depth: drafts of a step, and steps that are drafted.
+        call: The call of the large model.
+        plan: Its plan.
+        step: Its fused decode step.
+        small: Stepper of the small model, with one row per sentence.
+        width: Drafted tokens per step.
+        depth: Number of steps that are drafted at a time.
     """
 
     def __init__(
@@ -47,17 +54,17 @@ class DraftedStepper(SharedStepper):
 
     @property
     def ancestry(self) -> None:
-        """None: what beams descend from is in the trees."""
+        """None, because the trees hold the ancestry of the beams."""
         return None
 
     @property
     def supports_multistep(self) -> bool:
-        """No: what stands in the cache is the trees' to say."""
+        """False, because the trees manage the KV cache."""
         return False
 
     @property
     def returned_cache(self) -> Any:
-        """None: the keys and values of drafts lie among those of the beams."""
+        """None, because the KV cache mixes drafted tokens with those of the beams."""
         return None
 
     def prefill(self) -> Tensor:
@@ -74,7 +81,7 @@ class DraftedStepper(SharedStepper):
         return logits
 
     def _tree(self, fused: FusedDecoder | None, nodes: int) -> Tree:
-        """The tree of a model that gets so many nodes in a step at most."""
+        """Return the tree of a model that runs at most `nodes` nodes per step."""
         assert fused is not None
         cache = fused.cache
         for layer in cache.text:

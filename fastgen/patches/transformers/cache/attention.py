@@ -1,4 +1,4 @@
-"""Attention of transformers' modules over the shared cache, at the place where they look their function up."""
+"""Attention over the shared cache, installed where transformers' modules look up their function."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -10,7 +10,7 @@ from fastgen.models.build.introspection import is_toolkits
 from fastgen.models.layers.attention import BeamAttention, layer_of
 
 current_step: ContextVar[BeamAttention | None] = ContextVar("fastgen_step", default=None)
-"""The decode step that runs in this context."""
+"""Attention of the decode step that runs in this context; None outside of one."""
 
 _Function = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -18,14 +18,18 @@ _Function = Callable[..., tuple[Tensor, Tensor | None]]
 def get_interface(
     original: Callable[..., _Function], self: Any, attn_implementation: str, default: _Function
 ) -> _Function:
-    """Return the attention function, one that redeems tickets while a decode step runs; a user's own as it is."""
+    """Return the attention function of a module.
+
+    During a decode step the toolkit's functions are wrapped so that they resolve the placeholders
+    of the shared cache. A user's own function is returned unchanged.
+    """
     function = original(self, attn_implementation, default)
     step = current_step.get()
     return function if step is None or not is_toolkits(function) else _Redeeming(step, function)
 
 
 class _Redeeming:
-    """The attention function of a decode step: over the shared cache for its tickets, the toolkit's for the rest."""
+    """Attention function of a decode step: resolves placeholders, passes on all other keys."""
 
     __slots__ = ("function", "step")
 

@@ -20,27 +20,33 @@ from fastgen.ops.cache import write_slots_
 
 
 def parts_of(cache: Any) -> list[Any]:
-    """The caches that hold the layers: of the text and, in an encoder-decoder, of the source; none for no cache."""
+    """Return the caches that hold the layers; an empty list if `cache` is None.
+
+    The first is the self-attention cache; an encoder-decoder cache adds the cross-attention cache.
+    """
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [] if cache is None else [cache]
 
 
 def nbytes(cache: Any) -> int:
-    """Bytes of keys and values in a cache of transformers, without those that are quantized."""
+    """Return the bytes of keys and values in a cache of transformers, without quantized ones."""
     layers: list[Any] = [layer for part in parts_of(cache) for layer in getattr(part, "layers", ())]
     states = (getattr(layer, name, None) for layer in layers for name in ("keys", "values"))
     return sum(state.nbytes for state in states if isinstance(state, Tensor))
 
 
 def held(layer: Any, length: int) -> int:
-    """How many of `length` tokens a layer of transformers' dynamic cache holds: all, or those in its window."""
+    """Return how many of `length` tokens a layer of transformers' dynamic cache holds.
+
+    A layer with a sliding window holds only those in the window.
+    """
     return min(length, getattr(layer, "sliding_window", length + 1) - 1)
 
 
 @dataclass(eq=False)
 class _Whole:
-    """All the room of a layer of the text, as if it were filled."""
+    """The full capacity of a self-attention layer, presented as if it were filled."""
 
     keys: Tensor
     values: Tensor
@@ -49,14 +55,18 @@ class _Whole:
 
 
 class Room:
-    """A cache as it is from one step to the next, up to where it moves: what changes is read on the device.
+    """View of a cache's full capacity, for captured decode steps.
 
-    Its layers look filled to the end, and hand out tickets, whatever the beams. Their length is a tensor, as that of
-    transformers' static cache is, so that no module can compute with a number that was true in one step only.
+    It is valid until the cache's buffers move. What changes between steps is read on the device.
+    Its layers look completely filled and hand out placeholders, for any number of beams. Their
+    length is a tensor, as in transformers' static cache, so that no module can compute with a
+    number that holds for one step only.
 
     Attributes:
-        start: (1,) int64, the first slot of the newest tokens. length: () int64, tokens of a beam before them.
-        tokens: of a beam, that there is room for. visible: (B, M, F) additive; None for one beam.
+        start: (1,) int64, first slot of the newest tokens.
+        length: () int64, tokens of a beam before the newest one.
+        tokens: Capacity in tokens per beam, prefix included.
+        visible: (B, M, F) additive mask over the slots of generated tokens; None for one beam.
     """
 
     def __init__(self, cache: "SharedCache") -> None:
@@ -85,7 +95,7 @@ class Room:
         self.length = self.start[0]
 
     def holds(self, cache: "SharedCache") -> bool:
-        """Whether the cache lies where it did."""
+        """Return whether the cache's buffers are the ones that this view was made of."""
         tables = [] if cache.ancestry is None else [cache.ancestry.room]
         now = [*(layer.room[0] for layer in cache.text), *tables]
         return len(now) == len(self._held) and all(
@@ -93,29 +103,37 @@ class Room:
         )
 
     def count(self) -> None:
-        """Make `length` of `start`, on the device."""
+        """Compute `length` from `start`, on the device."""
         generated = torch.div(self.start - self._prefix, self._beams, rounding_mode="floor")
         self.length = (generated + self._prefix)[0]
 
     def ticket(self, layer: LayerKV) -> Tensor:
+        """Return the placeholder of a layer."""
         return self._tickets[layer]
 
     def length_of(self, layer: LayerKV) -> Any:
-        """Tokens of a layer before the newest, as a module asks for them."""
+        """Return the number of tokens before the newest one, as modules ask for it.
+
+        A tensor for self-attention layers, an int for cross-attention layers.
+        """
         return self.length if isinstance(self._layers[layer], _Whole) else layer.length
 
 
 class SharedCache:
-    """The cache of one call: B sentences with M rows each, of at most `longest` new tokens.
+    """KV cache of one call in which the rows of a sentence share the prompt's keys and values.
 
-    While the prompt runs, at B rows, its layers behave as transformers' own. `begin_decoding` makes them hold M slots
-    per step; with M > 1 they then hand out tickets, which only `attention` can redeem, and with M = 1 plain
-    views.
+    During prefill, which runs at B rows, its layers behave like transformers' own. After
+    `begin_decoding` each decode step takes M slots per sentence. With M > 1 the layers then return
+    placeholders, which only `cache.attention` can resolve. With M = 1 they return plain views.
 
     Args:
-        stock: the cache that `generate` made or was given, in whose place this one stands; what rows of a sentence hold
-            in it is the same, and copied once.
-        memory: where keys and values lie.
+        sentences: B.
+        beams: M, the rows per sentence.
+        longest: Maximum number of new tokens per row.
+        device: Device of the ancestry and of indices.
+        stock: Cache that `generate` made or was given, and that this one replaces. The rows of a
+            sentence hold the same in it, so each sentence is copied once.
+        memory: Allocator of the KV buffers.
     """
 
     def __init__(
@@ -131,20 +149,19 @@ class SharedCache:
         self.device, self.stock = device, stock
         self._stock_rows, self._peak = sentences * beams, 0
         self.decoding = self.looked_at = False
-        self.room: Room | None = None  # in whose place this cache stands
+        self.room: Room | None = None  # set within `as_room`
         self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
         layer = partial(LayerKV, longest, memory=memory)
-        owner = weakref.proxy(
-            self
-        )  # no cycle, so that the memory is free as soon as the call has ended
+        # A proxy avoids a reference cycle, so that the memory is freed as soon as the call ends.
+        owner = weakref.proxy(self)
         own = Cache(
             layer_class_to_replicate=cast(
                 Any, partial(_Layer, owner, self.text, partial(layer, expected=beams))
             )
         )
-        self.as_seen: Cache = own  # what the model gets
+        self.as_seen: Cache = own  # the cache passed to the model
         if isinstance(stock, EncoderDecoderCache):
             self.as_seen = EncoderDecoderCache(
                 own,
@@ -162,16 +179,17 @@ class SharedCache:
 
     @property
     def layers(self) -> int:
-        """How many attention layers there are, those over the source included."""
+        """Number of attention layers, self-attention and cross-attention."""
         return len(self.text) + len(self.source)
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a layer has not been written behind the prompt: its module was taken out, and left its number."""
+        """Whether prefill left a layer empty: its module was removed and its index is unused."""
         return not all(layer.length for layer in (*self.text, *self.source))
 
     @property
     def hands_out_tickets(self) -> bool:
+        """Whether layers return placeholders instead of keys and values."""
         return self.decoding and (self.room is not None or (self.beams > 1 and not self.looked_at))
 
     @property
@@ -181,12 +199,15 @@ class SharedCache:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes of keys and values that have been in use."""
+        """Peak bytes of keys and values in use."""
         return max(self._peak, self.nbytes)
 
     @property
     def stock_nbytes(self) -> int:
-        """Bytes that transformers' own cache would use by now: every row of the call holds all that it may see."""
+        """Bytes that transformers' own cache would use now.
+
+        There every row of the call, finished ones included, holds all tokens that it may attend to.
+        """
         return sum(
             kv.nbytes // (self.sentences * kv.slots) * held(layer, kv.length) * self._stock_rows
             for layers, part in self._beside_stock
@@ -194,21 +215,23 @@ class SharedCache:
         )
 
     def keep_text(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep what a layer makes of the prompt, (B, Hkv, L, D), as its module would."""
+        """Store a layer's self-attention keys and values (B, Hkv, L, D), as its module would."""
         parts_of(self.as_seen)[0].update(keys, values, layer)
 
     def keep_source(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Keep a layer's keys and values (B, Hkv, S, D) of the source, as its module would."""
+        """Store a layer's cross-attention keys and values (B, Hkv, S, D), as its module would."""
         cached = cast(Any, self.as_seen)
         cached.cross_attention_cache.update(keys, values, layer)
         cached.is_updated[layer] = True
 
     def begin_decoding(self) -> None:
+        """End prefill: from now on each decode step takes M slots per sentence."""
         self.decoding = True
         for layer in (*self.text, *self.source):
             layer.beams = self.beams
 
     def begin_step(self) -> None:
+        """Compact the KV slots if that is due, and open those of the next token."""
         if self.ancestry is not None:
             self._compact(self.ancestry)
             self.ancestry.begin_step()
@@ -221,29 +244,48 @@ class SharedCache:
                 layer.compact(slots)
 
     def begin_steps(self, most: int) -> int:
-        """Have room for at most so many tokens of every beam, the first one's slots open; return for how many."""
+        """Reserve room for several steps and open the slots of the first one.
+
+        Compacts the KV slots first if that is due.
+
+        Args:
+            most: Upper bound of the number of steps.
+
+        Returns:
+            The number of steps that there is room for, at most `most`.
+        """
         if self.ancestry is not None:
             self._compact(self.ancestry)
         return room_for_steps(self.text, self.ancestry, most)
 
     def end_steps(self, steps: int, is_open: bool) -> None:
-        """So many of them have been made, and reordered; is_open: whether the slots of one more are open."""
+        """Record steps that have run, reordering included.
+
+        Args:
+            steps: Number of steps.
+            is_open: Whether the slots of the next token are open.
+        """
         note_steps(self.text, self.ancestry, steps, is_open)
 
     def reorder(self, parents: Tensor) -> None:
-        """Let row b * M + m continue beam parents[b, m]; nothing but the ancestry moves."""
+        """Make row b * M + m continue beam parents[b, m]; only the ancestry changes."""
         if self.ancestry is not None:
             self.ancestry.reorder(parents.to(self.device))
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences only: each stays at its place or comes from behind all that are kept."""
+        """Keep only the given sentences.
+
+        Args:
+            sentences: (N,) int64. Entry i is the sentence that comes to index i: either i itself or
+                one at index N or higher.
+        """
         self._peak = self.peak_nbytes
-        places: list[int] = cast(Any, sentences).tolist()
-        moved = [place for place, sentence in enumerate(places) if place != sentence]
-        to = torch.tensor(moved, dtype=torch.int64, device=self.device)
+        kept: list[int] = cast(Any, sentences).tolist()
+        moved = [place for place, sentence in enumerate(kept) if place != sentence]
+        targets = torch.tensor(moved, dtype=torch.int64, device=self.device)
         moves = (
-            to,
-            torch.tensor([places[place] for place in moved], dtype=torch.int64, device=self.device),
+            targets,
+            torch.tensor([kept[place] for place in moved], dtype=torch.int64, device=self.device),
         )
         sentences = sentences.to(self.device)
         self.sentences = sentences.shape[0]
@@ -254,7 +296,7 @@ class SharedCache:
 
     @contextmanager
     def as_of_prompt(self) -> Generator[None]:
-        """Within it a model sees a cache of one row per sentence, the prompt's, and nothing that it adds is kept."""
+        """Present the prompt with one row per sentence; what the model adds is dropped."""
         self.looked_at = True
         try:
             yield
@@ -263,7 +305,7 @@ class SharedCache:
 
     @contextmanager
     def as_room(self, room: Room) -> Generator[None]:
-        """Within it a model sees all the room that this cache has, and writes where the device says."""
+        """Present the full capacity of the cache; writes go to the slots at `room.start`."""
         room.count()
         self.room = room
         try:
@@ -272,15 +314,18 @@ class SharedCache:
             self.room = None
 
     def undo_steps(self) -> None:
-        """Forget all generated tokens; only `as_stock` may follow."""
+        """Drop all generated tokens.
+
+        The ancestry is not reset. With several beams, `begin_step` must not be called afterwards.
+        """
         for layer in self.text:
             layer.undo_steps()
 
     def as_stock(self) -> Cache:
-        """Return what transformers' own loop would hold by now: the stock cache, filled with what each row sees."""
+        """Return `stock`, filled as transformers' own loop would have filled it by now."""
         for layers, part in self._beside_stock:
             for index, kv in enumerate(layers):
-                if not kv.length:  # in a gap
+                if not kv.length:  # see `has_gaps`
                     continue
                 keys, values = kv.of_beams(self._slots(kv.steps))
                 if index < len(part.layers) and part.layers[index].get_seq_length():
@@ -298,7 +343,7 @@ class SharedCache:
         return list(zip((self.text, self.source), parts_of(self.stock), strict=False))
 
     def _slots(self, steps: int) -> Tensor:
-        """(B, M, T): the slots of each beam's tokens."""
+        """Return the slots (B, M, T) int64 of each beam's generated tokens."""
         if self.ancestry is None or steps == 0:
             return torch.arange(steps, device=self.device, dtype=torch.int64).expand(
                 self.sentences, self.beams, -1
@@ -307,7 +352,7 @@ class SharedCache:
 
 
 class _Layer(DynamicLayer):
-    """One layer of the cache, as transformers' modules see it."""
+    """One layer of the cache, with the interface that transformers' modules use."""
 
     def __init__(
         self, owner: SharedCache, layers: list[LayerKV], make: Callable[[], LayerKV]
@@ -342,21 +387,22 @@ class _Layer(DynamicLayer):
         room = self._owner.room
         return super().get_mask_sizes(query_length) if room is None else (room.tokens, 0)
 
+    # True makes transformers build masks over the full capacity.
     @property
-    def is_compileable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] so that masks have its size
+    def is_compileable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._owner.room is not None
 
     @property
-    def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] computed, never assigned
+    def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._handed_out if self._owner.hands_out_tickets else self._kv.keys
 
     @property
-    def values(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] computed, never assigned
+    def values(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._handed_out if self._owner.hands_out_tickets else self._kv.values
 
     @property
     def _handed_out(self) -> Tensor:
-        """The ticket for this layer, which serves as keys and as values."""
+        """Placeholder for the keys and the values of this layer."""
         if (room := self._owner.room) is not None:
             return room.ticket(self._kv)
         rows, length = self._owner.rows, self._kv.length

@@ -1,6 +1,7 @@
-"""A cache that the caller gave to `generate`: whether the rows of a sentence can share what it holds.
+"""User-provided KV caches: whether the rows of a sentence can share what such a cache holds.
 
-Such as prefix tuning gives one, a latent variable's keys and values, or the turns of a chat so far.
+Prefix tuning passes such a cache to `generate`, as do calls that condition on a latent variable's
+keys and values or that continue a chat.
 """
 
 from typing import Any
@@ -13,19 +14,24 @@ from fastgen.patches.transformers.cache.shared_cache import parts_of
 
 IS_GIVEN = "a KV cache is given"
 WORTH = 128
-"""Tokens of a given cache for each new one at most: more cost more to copy, there and back, than steps save.
+"""Maximum number of tokens in a user-provided cache per new token.
 
-GPT-2 of 8 layers of 512 and a cache of 1,896 tokens, one thread: 4 new tokens take 1.1 times as long over our cache as
-over transformers' own, 16 take 0.88 times as long.
+Above it, copying the cache to fastgen's and back costs more than the decode steps save. GPT-2 with
+8 layers of width 512 and a cache of 1,896 tokens, one thread: 4 new tokens take 1.1 times as long
+with fastgen's cache as with transformers' own, 16 take 0.88 times as long.
 """
 
-_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-14}  # of equal rows, beside the largest number
+# Tolerance between equal rows, relative to the largest absolute value.
+_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-14}
 
 
 def reason_not_to_share(model: Any, cache: Any, rows: int, beams: int) -> str | None:
-    """Why the rows of a sentence cannot share what a given cache of dynamic layers holds, if they cannot.
+    """Return why the rows of a sentence cannot share a user-provided cache, or None if they can.
 
-    rows: B * M of the call, which the cache must have.
+    Args:
+        cache: The cache; all its layers are dynamic.
+        rows: B * M of the call, which the cache must have.
+        beams: M.
     """
     if isinstance(cache, EncoderDecoderCache) != bool(model.config.is_encoder_decoder):
         return f"{IS_GIVEN}, a {type(cache).__name__}"
@@ -51,18 +57,27 @@ def reason_not_to_share(model: Any, cache: Any, rows: int, beams: int) -> str | 
 
 
 def reason_not_to_copy(cache: Any, new_tokens: int) -> str | None:
-    """Why a given cache of one row per sentence is not copied into ours, if it would cost more than it gains."""
-    held = int(cache.get_seq_length())
-    if held <= WORTH * new_tokens:
+    """Return why copying a user-provided cache costs more than it saves, or None if it does not.
+
+    Args:
+        cache: The cache, with one row per sentence.
+        new_tokens: Maximum number of new tokens of the call.
+    """
+    cached = int(cache.get_seq_length())
+    if cached <= WORTH * new_tokens:
         return None
-    return f"{IS_GIVEN}, of {held} tokens for {new_tokens} new ones at most"
+    return f"{IS_GIVEN}, of {cached} tokens for {new_tokens} new ones at most"
 
 
 def _differs(state: Tensor, beams: int) -> Tensor:
-    """Whether one of the rows of state (B * M, ...) is not its sentence's first, but for how its type rounds.
+    """Return whether a row of state (B * M, ...) differs from the first row of its sentence.
 
-    A model that has run equal rows may have rounded them differently. In half precision that is too much to tell.
+    A model may round equal rows differently, so float32 and float64 have a tolerance. In half
+    precision rounding is too coarse to tell, so rows must be equal.
+
+    Returns:
+        () bool.
     """
     rows = state.reshape(-1, beams, *state.shape[1:])
-    within = _ROUNDING.get(state.dtype, 0.0) * rows.abs().amax()
-    return ~((rows[:, 1:] - rows[:, :1]).abs() <= within).all()  # NaN differs
+    tolerance = _ROUNDING.get(state.dtype, 0.0) * rows.abs().amax()
+    return ~((rows[:, 1:] - rows[:, :1]).abs() <= tolerance).all()  # true for NaN

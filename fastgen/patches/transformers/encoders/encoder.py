@@ -1,8 +1,10 @@
-"""transformers' encoders: their layers from the weights, without the padding that nobody reads (`encoder`).
+"""Encoders of transformers: runs their layers from the weights, without padding that is not read.
 
-Two kinds of patches meet here. Those of the layers run them. Those around them, which know what is read of the output,
-say so (`reading`): a sentence classifier reads each sentence's first position, the pipeline of token classification its
-tokens, and so does `generate` of an encoder-decoder model.
+Two kinds of patches work together. Patches of an encoder's layers run them (`encode`). Patches of
+the code around an encoder declare which positions of its output they read (`reading`): a sentence
+classifier reads the first position of each sentence, and the token-classification pipeline reads
+the tokens. `unpadded_encoder` uses the functions of this module inside `generate` of
+encoder-decoder models, where only the tokens are read as well.
 """
 
 import functools
@@ -40,14 +42,19 @@ _Original = Callable[..., Any]
 
 
 class Reading(NamedTuple):
-    """What an encoder may make of padding, by what is read of its output; name: of the patch that knows."""
+    """A declaration by surrounding code of which positions of an encoder's output it reads.
+
+    Attributes:
+        padding: Returns, for an encoder, how padding may be treated.
+        name: Name of the patch that makes the declaration.
+    """
 
     padding: Callable[[nn.Module], Padding]
     name: str
 
 
 reading: ContextVar[Reading | None] = ContextVar("fastgen_reading", default=None)
-"""What is read of an encoder's output in this context, where somebody knows."""
+"""Which positions of an encoder's output are read in this context; None if unknown."""
 
 _WITHOUT_EFFECT = ("position_ids", "num_items_in_batch")
 LITTLE = "too little to gain: its layers run as they are"
@@ -56,13 +63,13 @@ _OUTPUTS = {"distilbert": BaseModelOutput}
 
 @functools.lru_cache(256)
 def folder_of(kind: type[nn.Module]) -> str:
-    """The name of the folder in transformers that a module's class, or one it is made from, lies in."""
+    """Return the model folder in transformers that defines a module's class or one of its bases."""
     kinds = (kind.__module__.split(".") for kind in kind.__mro__)
     return next(path[2] for path in kinds if path[:2] == ["transformers", "models"])
 
 
 def is_transformed() -> bool:
-    """Whether a tracer, forward differentiation or one of torch.func's transforms looks on."""
+    """Return whether a tracer, forward-mode AD or a torch.func transform is active."""
     within = cast(Any, torch)._C._functorch.peek_interpreter_stack() is not None
     return within or cast(Any, torch.jit).is_tracing() or cast(Any, forward_ad)._current_level >= 0
 
@@ -75,11 +82,11 @@ def encode(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The layers of BERT's encoder and of those like it."""
-    if self.training or is_transformed():  # which is not fastgen's business, and no fallback
+    """Replace the forward of BERT's encoder layers, and of encoders like it."""
+    if self.training or is_transformed():  # out of scope, so not counted as a fallback
         return original(self, hidden_states, attention_mask, *args, **kwargs)
-    family, asked = folder_of(cast(Any, type(self))), reading.get()
-    if is_small(hidden_states, asked is not None or attention_mask is not None):
+    family, declared = folder_of(cast(Any, type(self))), reading.get()
+    if is_small(hidden_states, declared is not None or attention_mask is not None):
         engine.left_alone(f"transformers.encoder.{family}", LITTLE)
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     try:
@@ -87,22 +94,32 @@ def encode(
             check(self, hidden_states, args, kwargs)
             if not is_toolkits(original):
                 raise NotFused("a forward that is not transformers'")
-            padding = "run" if asked is None else asked.padding(self)
-            found = _encode(original, self, family, hidden_states, attention_mask, padding)
+            padding = "run" if declared is None else declared.padding(self)
+            hidden = _encode(original, self, family, hidden_states, attention_mask, padding)
     except (NotFused, Slower) as reason:
         count = engine.fallback if type(reason) is NotFused else engine.left_alone
         count(f"transformers.encoder.{family}", str(reason))
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     engine.hit(f"transformers.encoder.{family}")
-    if asked is not None and padding != "run":
-        engine.hit(asked.name)
+    if declared is not None and padding != "run":
+        engine.hit(declared.name)
     return _OUTPUTS.get(family, BaseModelOutputWithPastAndCrossAttentions)(
-        last_hidden_state=cast(Any, found)
+        last_hidden_state=cast(Any, hidden)
     )
 
 
 def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise NotFused where a call of an encoder asks for more than its output, or cannot run here."""
+    """Check that fastgen can run a call of an encoder.
+
+    Args:
+        encoder: The encoder module.
+        given: Its first input.
+        args: Its other positional arguments, after the mask.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        NotFused: The call needs more than the output, or cannot run here.
+    """
     config = _config(encoder)
     if type(given) not in (Tensor, nn.Parameter):
         raise NotForUs("a tensor of a class of its own")
@@ -126,11 +143,22 @@ def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[st
 def _encode(
     original: _Original, encoder: Any, family: str, hidden: Tensor, mask: Any, padding: Padding
 ) -> Tensor:
-    """Return (B, S, C) for hidden (B, S, C); (B, 1, C) where the first position alone is read.
+    """Run an encoder's layers.
+
+    Args:
+        original: The encoder's own forward.
+        encoder: The encoder module.
+        family: Its folder in transformers.
+        hidden: Embeddings (B, S, C).
+        mask: Attention mask that transformers made, or None.
+        padding: How padding is treated.
+
+    Returns:
+        (B, S, C), or (B, 1, C) if only the first position is read.
 
     Raises:
-        NotFused: the layers cannot be run so.
-        Slower: it would not be faster.
+        NotFused: The layers cannot run from the weights.
+        Slower: The encoder's own forward is faster.
     """
     shape = hidden.shape[0], hidden.shape[1]
     if (
@@ -138,7 +166,7 @@ def _encode(
         and mask.dtype == torch.bool
         and compat.attention_of(_config(encoder)) == "eager"
     ):
-        raise NotFused("an attention mask of its own")  # it would be added
+        raise NotFused("an attention mask of its own")  # eager attention would add it
     visible = visible_of(mask, *shape)
     if padding == "run" and visible is not None and _alike(hidden, visible):
         padding = "alike"
@@ -147,23 +175,23 @@ def _encode(
     if outcome(layers) is None:
         one = slice(0, 1)
         own = original(encoder, hidden[one], mask if mask is None else mask[one]).last_hidden_state
-        found = run(
+        ours = run(
             layers,
             hidden[one],
             sentences_of(None if visible is None else visible[one], (1, shape[1]), "run"),
         )
-        prove(layers, found[0], own[0])
+        prove(layers, ours[0], own[0])
         if len(hidden) == 1:
             return own
     return run(layers, hidden, sentences_of(visible, shape, padding))
 
 
 class Slower(Exception):
-    """An encoder's own forward is the faster way."""
+    """Raised when an encoder's own forward is faster."""
 
 
 class NotForUs(NotFused):
-    """A call of a kind that nothing is made faster of here: it is left alone, and is no fallback."""
+    """Raised for calls out of scope, which are skipped and not counted as fallbacks."""
 
 
 def _config(encoder: nn.Module) -> Any:
@@ -173,7 +201,12 @@ def _config(encoder: nn.Module) -> Any:
 
 
 def is_small(hidden: Tensor, padded: bool) -> bool:
-    """Whether a call is over before anything else can be looked at."""
+    """Return whether a call is too small for any analysis to pay off.
+
+    Args:
+        hidden: Embeddings (B, S, C).
+        padded: Whether the batch may have padding.
+    """
     return hidden.dim() == 3 and not may_pay(
         hidden.shape[0] * hidden.shape[1], hidden.shape[2], padded
     )
@@ -182,7 +215,17 @@ def is_small(hidden: Tensor, padded: bool) -> bool:
 def check_gain(
     layers: nn.ModuleList, visible: Tensor | None, shape: Sequence[int], padding: Padding
 ) -> None:
-    """Raise Slower where an encoder's own forward is the faster way for a batch (B, S, C)."""
+    """Check that running the layers from the weights is faster for a batch.
+
+    Args:
+        layers: The encoder's layers.
+        visible: (B, S) bool, True for tokens; None if there is no padding.
+        shape: (B, S, C).
+        padding: How padding is treated.
+
+    Raises:
+        Slower: The encoder's own forward is faster.
+    """
     lengths = [shape[1]] * shape[0] if visible is None else lengths_of(visible)
     routed = linear.reason_off(layers) is None
     if not pays(lengths, shape[1], padding, weights_of(shape[2]), len(layers), routed):
@@ -190,15 +233,20 @@ def check_gain(
 
 
 def lengths_of(visible: Tensor) -> list[int]:
-    """How many tokens each sentence has, by where they are (B, S)."""
+    """Return the number of tokens of each sentence, given `visible` (B, S) bool."""
     return cast("list[int]", cast(Any, visible.sum(1)).tolist())
 
 
 def prove(encoder: Encoder, found: Tensor, own: Tensor) -> None:
-    """Compare what was made of some positions (N, C) with the encoder's own output, once for all.
+    """Run the equivalence check of an encoder and record its verdict.
+
+    Args:
+        encoder: The encoder built from the weights.
+        found: Its output (N, C) at some positions.
+        own: The output of the encoder's own forward at these positions, (N, C).
 
     Raises:
-        NotFused: they differ.
+        NotFused: They differ.
     """
     reason = verdict(encoder, Tried([found]), own)
     if reason is not None:
@@ -206,11 +254,12 @@ def prove(encoder: Encoder, found: Tensor, own: Tensor) -> None:
 
 
 def run(encoder: Encoder, hidden: Tensor, sentences: Sentences) -> Tensor:
-    """What the layers make of hidden (B, S, C)."""
+    """Run the layers over the selected rows of hidden (B, S, C); return (B, S, C) or (B, 1, C)."""
     return sentences.restored(encoder(sentences.chosen(hidden), sentences))
 
 
 def sentences_of(visible: Tensor | None, shape: tuple[int, int], padding: Padding) -> Sentences:
+    """Return the rows to run of a batch (B, S), given `visible` (B, S) bool or None."""
     return (
         whole(shape, padding, torch.device("cpu"))
         if visible is None
@@ -219,10 +268,18 @@ def sentences_of(visible: Tensor | None, shape: tuple[int, int], padding: Paddin
 
 
 def visible_of(mask: Any, sentences: int, length: int) -> Tensor | None:
-    """Where tokens are, (B, S) bool, by the mask that transformers made for attention; None for everywhere.
+    """Recover which positions are tokens from transformers' attention mask.
+
+    Args:
+        mask: Attention mask (B, 1, Q, S), bool or additive, or None.
+        sentences: B.
+        length: S.
+
+    Returns:
+        (B, S) bool, True for tokens; None if there is no padding.
 
     Raises:
-        NotFused: it is not the mask of padding alone.
+        NotFused: The mask hides more than padding.
     """
     if mask is None:
         return None
@@ -251,13 +308,15 @@ def visible_of(mask: Any, sentences: int, length: int) -> Tensor | None:
 
 
 def _alike(hidden: Tensor, visible: Tensor) -> bool:
-    """Whether all padding of a sentence goes in alike, as in families that count positions without it."""
+    """Return whether all padding positions of a sentence have equal embeddings.
+
+    This holds for families whose position counts skip padding.
+    """
     padding = ~visible
     places = padding.nonzero()
     first = padding.int().argmax(1)[places[:, 0]]
-    few = slice(
-        None, None, max(1, len(places) // 4)
-    )  # in most families a look at a few shows that it does not
+    # Compare a few positions first. In most families they already differ.
+    few = slice(None, None, max(1, len(places) // 4))
     return all(
         torch.equal(hidden[places[part, 0], places[part, 1]], hidden[places[part, 0], first[part]])
         for part in (few, slice(None))
@@ -265,5 +324,10 @@ def _alike(hidden: Tensor, visible: Tensor) -> bool:
 
 
 def read_as(padding: Callable[[nn.Module], Padding], name: str) -> assigned[Reading | None]:
-    """Within it, `padding` says of an encoder what it may make of padding; name: of the patch that counts it."""
+    """Return a context manager that declares which positions of an encoder's output are read.
+
+    Args:
+        padding: Returns, for an encoder, how padding may be treated.
+        name: Name of the patch that counts the hits.
+    """
     return assigned(reading, Reading(padding, name))

@@ -1,4 +1,4 @@
-"""What is read of an encoder's output by those around it, who say so (`encoder.reading`)."""
+"""Consumers of an encoder's output, which declare what they read of it (`encoder.reading`)."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,11 +22,11 @@ _READERS = {
     "roberta": "RobertaClassificationHead",
     "xlm_roberta": "XLMRobertaClassificationHead",
 }
-"""Whose forward takes the first position out of all; none where the model's own does."""
+"""By family, the class whose forward selects the first position. Else the model selects it."""
 
 
 def classify(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a sentence classifier, of whose encoder it reads each sentence's first position alone."""
+    """Replace the forward of a sentence classifier, which reads only the first positions."""
     if self.training:
         return original(self, *args, **kwargs)
     family = folder_of(cast(Any, type(self)))
@@ -49,7 +49,7 @@ def _first(
 
 
 def tag(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the pipeline of token classification, which drops what the model says of padding."""
+    """Replace the forward of the token-classification pipeline, which ignores padding."""
     with read_as(partial(_tokens, self), TAGGER):
         return original(self, *args, **kwargs)
 
@@ -76,10 +76,10 @@ def _tokens(pipeline: Any, encoder: nn.Module) -> Padding:
 
 
 def _read_first(model: Any, family: str) -> nn.Module:
-    """The encoder of a classifier whose parts are transformers' own.
+    """Return the encoder of a classifier after checking that all its parts are transformers' own.
 
     Raises:
-        NotFused: somebody else may read what the encoder puts out.
+        NotFused: Other code may read the encoder's output.
     """
     base = getattr(model, model.base_model_prefix)
     encoder = getattr(base, "transformer" if family == "distilbert" else "encoder")
@@ -95,7 +95,7 @@ def _read_first(model: Any, family: str) -> nn.Module:
 
 
 def _check_own(modules: Iterable[nn.Module]) -> None:
-    """Raise NotFused where modules run anything but their toolkit's forward."""
+    """Raise NotFused if a module does not run its toolkit's forward, or has hooks."""
     for module in modules:
         if not untouched(module) or not is_toolkits(type(module).forward):
             raise NotFused(f"a {type(module).__name__} that is not as it was made")

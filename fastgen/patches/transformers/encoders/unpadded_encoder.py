@@ -1,4 +1,7 @@
-"""The encoder of an encoder-decoder model inside `generate`: without padding, which attention to the source masks."""
+"""Encoder of an encoder-decoder model inside `generate`, run without padding.
+
+Cross-attention masks the padding positions, so their outputs are not needed.
+"""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -27,21 +30,24 @@ from fastgen.patches.transformers.generate.resolve_setting import said
 NAME = "transformers.source"
 
 _WITHOUT_EFFECT = ("return_dict", "labels")
-"""Arguments that an encoder is handed, and does not look at."""
+"""Arguments that an encoder receives and ignores."""
 
 
 def skips_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool = False) -> bool:
-    """Whether a call of `generate` returns nothing that its encoder makes of padding, as its cache would be.
+    """Return whether a call of `generate` returns nothing computed from padding, such as its cache.
 
-    tokens_alone: whether not even a dict has more than tokens, and what was counted.
+    Args:
+        model: The model.
+        arguments: Arguments of `generate`.
+        tokens_alone: Whether even an output dict holds only tokens and counts.
     """
-    seen = not tokens_alone and said(model, arguments, "return_dict_in_generate")
-    # With chunks the prompt is run without the mask.
-    return not (seen or said(model, arguments, "prefill_chunk_size"))
+    is_returned = not tokens_alone and said(model, arguments, "return_dict_in_generate")
+    # Chunked prefill runs the prompt without the mask.
+    return not (is_returned or said(model, arguments, "prefill_chunk_size"))
 
 
 def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`PreTrainedModel.get_encoder`, by which `generate` asks for the encoder that it then runs."""
+    """Replace `PreTrainedModel.get_encoder`, which `generate` calls to get the encoder it runs."""
     encoder = original(self, *args, **kwargs)
     if (
         not call_of(self).skips_padding
@@ -49,20 +55,19 @@ def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         or hasattr(self, "hf_device_map")
     ):
         return encoder
-    if not is_toolkits(cast(Any, type(self)).forward):  # which may read more of it
+    if not is_toolkits(cast(Any, type(self)).forward):  # it may read padding
         return encoder
-    if self.device.type != "cpu":  # where a look at the mask would be waited for
+    if self.device.type != "cpu":  # reading the mask would synchronise with the device
         return encoder
-    layout = ENCODERS.get(
-        getattr(getattr(encoder, "config", None), "model_type", None) or ""
-    )  # FSMT's has no config
+    # FSMT's encoder has no config.
+    layout = ENCODERS.get(getattr(getattr(encoder, "config", None), "model_type", None) or "")
     parts = (layout.layers, layout.tokens) if layout is not None else ()
-    found = [part_or_none(encoder, path) for path in parts if path]
-    return _Source(encoder) if len(found) == 2 and None not in found else encoder
+    modules = [part_or_none(encoder, path) for path in parts if path]
+    return _Source(encoder) if len(modules) == 2 and None not in modules else encoder
 
 
 class _Source:
-    """Stands in for an encoder: runs its layers without padding, or the encoder itself."""
+    """Stand-in for an encoder that runs its layers without padding, or the encoder itself."""
 
     def __init__(self, encoder: Any) -> None:
         self.encoder = encoder
@@ -72,13 +77,13 @@ class _Source:
 
     def __call__(self, **kwargs: Any) -> Any:
         ids, mask = kwargs.pop("input_ids", None), kwargs.pop("attention_mask", None)
-        given = kwargs | {"input_ids": ids, "attention_mask": mask}
+        arguments = kwargs | {"input_ids": ids, "attention_mask": mask}
         visible = None if mask is None else mask.bool()
         if ids is None or (visible is not None and visible.shape != ids.shape):
-            return self.encoder(**given)
+            return self.encoder(**arguments)
         padded = visible is not None and not bool(visible.all())
         if not (padded or may_run_in_c(self.encoder)):
-            return self.encoder(**given)
+            return self.encoder(**arguments)
         try:
             check(
                 self.encoder,
@@ -86,30 +91,37 @@ class _Source:
                 (),
                 {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT},
             )
-            found = _encode(self.encoder, ids, visible if padded else None)
+            hidden = _encode(self.encoder, ids, visible if padded else None)
         except (NotFused, Slower) as reason:
             if padded:
                 engine.left_alone(NAME, f"padding is encoded: {reason}")
-            return self.encoder(**given)
+            return self.encoder(**arguments)
         engine.hit(NAME)
-        return BaseModelOutput(last_hidden_state=found)  # pyright: ignore[reportArgumentType]
+        return BaseModelOutput(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
 
 
 def _encode(module: Any, ids: Tensor, visible: Tensor | None) -> Tensor:
-    """Return (B, S, C) for token ids (B, S), with zeros where they are padding; visible: where not, None for nowhere.
+    """Run an encoder over token ids without padding.
+
+    Args:
+        module: The encoder.
+        ids: Token ids (B, S).
+        visible: (B, S) bool, True for tokens; None if there is no padding.
+
+    Returns:
+        (B, S, C), zero at padding.
 
     Raises:
-        NotFused: the layers cannot be run so.
-        Slower: it would not be faster.
+        NotFused: The layers cannot run from the weights.
+        Slower: The encoder's own forward is faster.
     """
     layout, length = ENCODERS[module.config.model_type], ids.shape[1]
     lengths = [length] * len(ids) if visible is None else lengths_of(visible)
     if not all(lengths):
         raise NotFused("a sentence of padding alone")
     layers = getattr(module, layout.layers)
-    weights = (
-        weights_of(getattr(module, layout.tokens).weight.shape[1]) // 2
-    )  # products are the fast ones already
+    # Halved, because the encoder's own forward already uses the fast matrix products.
+    weights = weights_of(getattr(module, layout.tokens).weight.shape[1]) // 2
     saves = pays(lengths, length, "none", weights, len(layers), routed=False)
     if not (saves or may_run_in_c(module)):
         raise Slower(LITTLE)
@@ -128,12 +140,12 @@ def _encode(module: Any, ids: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def _is_parted(visible: Tensor) -> bool:
-    """Whether a sentence has padding between its tokens."""
+    """Return whether any sentence has padding between its tokens."""
     return int((visible[:, 1:] & ~visible[:, :-1]).sum() + visible[:, 0].sum()) != len(visible)
 
 
 def _rows(encoder: Encoder, ids: Tensor, sentences: Sentences) -> Tensor:
-    """What the layers make of the tokens among ids (B, S), (R, C)."""
+    """Embed and encode the tokens among ids (B, S); return one row per token, (R, C)."""
     embedding = encoder.embedding
     assert embedding is not None
     counted = (

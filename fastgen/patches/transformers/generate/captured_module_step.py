@@ -1,9 +1,9 @@
-"""The decode steps of a model's own modules as a CUDA graph, over a shared cache that stays in place.
+"""CUDA graphs of the decode steps of a model's own modules, over a cache that stays in place.
 
-The modules are given what transformers gives to a model that it compiles: masks over all the room of the cache, and
-lengths and positions on the device. What they compute there, a graph computes again. What Python does in a forward
-happens at a capture and never again, and a number that it has made is fixed: so steps are run both ways until it has
-shown that nothing of the kind is needed.
+The modules get what transformers passes to a model that it compiles: masks over the full capacity
+of the cache, and lengths and positions on the device. A graph replays the kernels that they launch.
+The Python code of a forward runs at the capture only, and numbers that it computes stay fixed. So
+steps run both ways, captured and through the modules, until their results have agreed.
 """
 
 import functools
@@ -28,20 +28,26 @@ from fastgen.patches.transformers.cache.shared_cache import Room, SharedCache
 from fastgen.patches.transformers.generate.fused_decoder import check_arguments, check_preparation
 
 WORTH = 16
-"""Steps that must be left at least: besides a capture there are steps to be made both ways."""
+"""Minimum number of remaining steps for a capture to pay: some of them run both ways."""
 
 OTHERWISE = "replayed, they compute something else"
-"""The reason for which a model that was compared and differs is not captured."""
+"""Reason not to capture a model whose captured steps gave other results than its modules."""
 
 SURE = 3
-"""Runs over one memory: the first is made step by step, the second captured, the third replayed at another length."""
+"""Number of runs over the same memory that verify a model.
+
+The first run is eager, the second is captured, the third replays at another length.
+"""
 
 
 def check(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
-    """Raise NotFused where the steps of a model's modules are not to be captured, with the reason.
+    """Check that the decode steps of a model's modules can be captured.
 
     Args:
-        kwargs: what the model's forward gets.
+        kwargs: Arguments of the model's forward.
+
+    Raises:
+        NotFused: They cannot; the message is the reason.
     """
     kinds, reason = _outcomes.get(model, (None, None))
     if reason is not None and kinds == _kinds(model):
@@ -58,13 +64,13 @@ def check(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
 
 
 class _Setting:
-    """What stays from one step to the next: memory, and the arguments of the forward.
+    """State that all steps over the same memory share: buffers, and arguments of the forward.
 
     Args:
-        kwargs: the arguments as the next step would get them.
+        kwargs: Arguments of the next step's forward.
 
     Raises:
-        ValueError: the mask is not that of the whole text.
+        ValueError: The mask does not have the length of the text.
     """
 
     def __init__(self, model: Any, cache: SharedCache, kwargs: dict[str, Any]) -> None:
@@ -86,10 +92,10 @@ class _Setting:
 
 
 class CapturedModules:
-    """The steps of a model's own modules, behind the first.
+    """Captured decode steps of a model's own modules, from the second step on.
 
     Attributes:
-        refused: that steps are not captured and why, found when it was tried.
+        refused: Message for the plan if capture was tried and failed; None otherwise.
     """
 
     def __init__(self, model: Any, cache: SharedCache) -> None:
@@ -101,7 +107,7 @@ class CapturedModules:
         self._setting: _Setting | None = None
 
     def able(self, rows: int) -> bool:
-        """Whether the next step, of so many rows, is to be run here."""
+        """Return whether the next step, of `rows` rows, should run here."""
         known = self._setting is not None and len(self._setting.tokens) == rows
         return self.refused is None and (
             known or self.cache.longest - self.cache.text[0].steps >= WORTH
@@ -109,20 +115,25 @@ class CapturedModules:
 
     @property
     def doubted(self) -> bool:
-        """Whether the step that has been run is to be made by the modules, too, and what came compared.
+        """Whether the newest step must also run through the modules, for comparison.
 
-        Of a model that nobody has compared yet, all steps that are not like one that was; later ones at times.
+        For every model this holds once per memory, at run `SURE`. For a model that was not verified
+        before this call, it also holds for all earlier runs, and later at powers of two.
         """
         runs = 0 if self._setting is None else self._setting.runs
         return runs == SURE or (not self._proven and (runs < SURE or runs & (runs - 1) == 0))
 
     def __call__(self, ids: Tensor, kwargs: Callable[[], dict[str, Any]]) -> Tensor | None:
-        """Return logits (R, V) fp32 of what follows ids (R, L), which the next step overwrites.
+        """Run one step.
 
-        Their keys and values are written, but not counted. None where the step has not been made.
+        Its keys and values are written but not counted.
 
         Args:
-            kwargs: what the model's forward would get, asked for where memory has moved.
+            ids: (R, L), of which the newest token is run.
+            kwargs: Returns the arguments of the model's forward; called if memory has moved.
+
+        Returns:
+            Logits (R, V) fp32, which the next step overwrites. None if the step could not run.
         """
         cache = self.cache
         for layer in cache.text:
@@ -146,12 +157,17 @@ class CapturedModules:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if scratch.is_out_of_memory(error):
                 raise
-            said = str(error).partition("\n")[0]
-            self._refuse(f"its forward does not run over memory that stays in place: {said}")
+            message = str(error).partition("\n")[0]
+            self._refuse(f"its forward does not run over memory that stays in place: {message}")
         return None
 
     def judge(self, found: Tensor | None, own: Tensor) -> None:
-        """Compare what came of a step with the logits (R, V) that the modules have made of it."""
+        """Compare a step's logits with those of the modules, and stop capturing if they differ.
+
+        Args:
+            found: (R, V), what `__call__` returned.
+            own: (R, V), what the modules returned for the same step.
+        """
         if found is None:
             return
         same = agree(found, own)
@@ -163,17 +179,24 @@ class CapturedModules:
             _outcomes[self.model] = self._kinds, None
 
     def _refuse(self, reason: str, lasting: bool = True) -> None:
-        """Go on without; lasting: so do later calls."""
+        """Stop capturing in this call.
+
+        Args:
+            lasting: Whether later calls of the model do not capture either.
+        """
         self.refused, self._setting = not_captured(reason), None
         if lasting:
             _outcomes[self.model] = self._kinds, reason
 
     @contextmanager
     def _unchanged(self, setting: _Setting) -> Generator[None]:
-        """Put back what the modules hold, as one step may be made both ways; it was not to change.
+        """Check that a step leaves the modules' attributes unchanged; restore them if not.
+
+        The modules may run the same step again. Only the first run of an unverified model over a
+        memory is checked.
 
         Raises:
-            ValueError: it did.
+            ValueError: An attribute, buffer or parameter was added, removed or replaced.
         """
         held = (
             []
@@ -214,13 +237,14 @@ class CapturedModules:
                 f"{attention.attended} of {cache.layers} layers take their keys from there"
             )
         if cache.source and setting.kwargs.get("attention_mask") is not None:
-            # Made once: to see that nothing is padded, transformers would wait for the device in every step.
+            # Reuse the prepared mask. To detect that nothing is padded, transformers would
+            # synchronize with the device in every step.
             setting.kwargs["attention_mask"] = attention.source_mask
         return outputs.logits[:, -1].float()
 
 
 def of_steps(model: Any) -> list[nn.Module]:
-    """The modules that decode steps may run: all but those of an encoder."""
+    """Return the modules that decode steps may run: all but those of an encoder."""
     modules = modules_of(model)
     if not model.config.is_encoder_decoder:
         return modules
@@ -242,11 +266,11 @@ def _prepares_as_all(model: Any) -> bool:
 
 
 def _kinds(model: Any) -> tuple[object, ...]:
-    """What a model is made of: what was found of it holds as long as this is equal."""
+    """Return what identifies a model's code; recorded outcomes hold as long as it is equal."""
     return (compat.attention_of(model.config), *map(type, of_steps(model)))
 
 
 _outcomes: "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], str | None]]" = (
     WeakKeyDictionary()
 )
-"""Models whose steps have been captured: what they were made of, and why not to capture them; None where all agreed."""
+"""By model: its `_kinds` when capture was tried, and why not to capture, None if results agreed."""

@@ -1,4 +1,7 @@
-"""Whether and how a call of transformers' decoding loops is accelerated: one decision, before any effect."""
+"""The plan of a call: whether and how fastgen runs one of transformers' decoding loops.
+
+The decision is made once, before the call has any effect.
+"""
 
 import functools
 import weakref
@@ -39,17 +42,28 @@ def decide(
     kwargs: dict[str, Any],
     drafts: bool = False,
 ) -> tuple[Plan, DecoderStep | None]:
-    """Return the plan of a call, from what `generate` hands to its loop, and the fused step, where it has one.
+    """Plan a call from the arguments that `generate` passes to its decoding loop.
 
-    drafts: there are steps behind the prompt, even if there is only one new token.
+    Args:
+        loop: Which of transformers' loops was called.
+        input_ids: (B * M, P), the prompt.
+        processors: Logits processors.
+        criteria: Stopping criteria.
+        kwargs: Arguments of the model's forward and of the loop.
+        drafts: Whether a draft model is used, so that decode steps follow prefill even if there is
+            only one new token.
+
+    Returns:
+        The plan, and the fused decode step; None if the model's own modules run the steps.
 
     Raises:
-        Unsupported: with the reason, in the words that `fastgen.status()` shows.
-        ValueError: a list of first tokens does not fit the batch.
+        Unsupported: fastgen cannot run the call; the reason is worded as `fastgen.status()` shows
+            it.
+        ValueError: A list of first tokens does not fit the batch.
     """
     method = method_of(config)
     beams = rows_of(loop, config)
-    vocabulary = lambda: model.config.get_text_config(decoder=True).vocab_size
+    vocabulary = lambda: model.config.get_text_config(decoder=True).vocab_size  # noqa: E731
     first_tokens.check(config.forced_bos_token_id, input_ids.shape[0] // beams, vocabulary)
     check_call(model, loop, method, config, kwargs)
     _check_source(model, input_ids, kwargs)
@@ -77,12 +91,12 @@ def decide(
     reason = _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)
     may_drop = reason is None and new_tokens > 1
     if step is None and ((shared and beams > 1) or may_drop):
-        drawn = draws(model)
-        if shared and beams > 1 and drawn is not None:
+        dropout = draws(model)
+        if shared and beams > 1 and dropout is not None:
             shared = False
-            left_off.append(not_shared(drawn))
+            left_off.append(not_shared(dropout))
         if may_drop:
-            reason = drawn or _looks_at_rows(model)
+            reason = dropout or _looks_at_rows(model)
     sentences = input_ids.shape[0] // beams
     if reason is not None and sentences > 1:
         left_off.append(f"finished sentences stay in the batch: {reason}")
@@ -112,7 +126,7 @@ def decide(
 
 
 def method_named(loop: Literal["beam", "sample"], config: Any) -> str:
-    """The name of the decoding method that a loop runs for a generation config."""
+    """Return the name of the decoding method that a loop runs for a generation config."""
     return method_of(config) or _OF_LOOP[loop, bool(config.do_sample)]
 
 
@@ -125,7 +139,7 @@ _OF_LOOP = {
 def _check_canary(
     model: Any, loop: Literal["beam", "sample"], config: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Raise Unsupported where the installed transformers was found to do otherwise in a part that a call needs."""
+    """Raise Unsupported if the canary found that a part that the call needs behaves differently."""
     needed = [
         part_of(_OF_LOOP[loop, bool(config.do_sample)], bool(model.config.is_encoder_decoder))
     ]
@@ -139,7 +153,11 @@ def _check_canary(
 def reason_not_to_capture(
     model: Any, method: Method | None, config: Any, kwargs: dict[str, Any], step: DecoderStep | None
 ) -> str | None:
-    """Why decode steps over the shared cache, from the weights or without a `step` of that kind, are not captured."""
+    """Return why decode steps over the shared cache cannot be captured, or None if they can.
+
+    Args:
+        step: The fused decode step; None if the model's own modules run the steps.
+    """
     if method == "contrastive search":
         return "contrastive search looks at what the model's head reads"
     if step is not None:
@@ -156,14 +174,21 @@ def reason_not_to_capture(
 
 
 def rows_of(loop: Literal["beam", "sample"], config: Any) -> int:
-    """Rows of a sentence: beams, sequences to sample, or the candidates of contrastive search."""
+    """Return the rows per sentence: beams, samples, or candidates of contrastive search."""
     if loop == "beam":
         return config.num_beams
     return config.top_k if method_of(config) is not None else config.num_return_sequences
 
 
 def _reason_not_to_know(model: Any, method: Method | None) -> str | None:
-    """Why a model is not one of those that are known; of a method that transformers has not, it decodes here anyway."""
+    """Return why a model is not supported, or None if it is.
+
+    transformers cannot run the legacy methods, so fastgen runs them for unsupported models too.
+
+    Raises:
+        Unsupported: The model is not supported and transformers has the method, or the model
+            reorders its cache or keeps other state.
+    """
     try:
         check_model(model)
     except Unsupported as unsupported:
@@ -177,7 +202,7 @@ MODULES_CANNOT = "the model's own modules compute attention by themselves"
 
 
 def has_own_attention(model: Any) -> bool:
-    """Whether a model's modules cannot redeem what a shared cache hands out for several rows of a sentence."""
+    """Return whether a model's modules cannot resolve the placeholders of a shared cache."""
     return any(
         family is not None and family.own_attention for family in map(_family, _configs(model))
     )
@@ -188,16 +213,16 @@ def _family(config: Any) -> Family | None:
 
 
 refused: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Models that were found, at a first decode step, not to take their keys from the shared cache."""
+"""Models whose first decode step did not take its keys from the shared cache."""
 
 
 def computes_alone(model: Any) -> str:
-    """The reason for which a refused model does not share."""
+    """Return the reason why a model in `refused` does not use the shared cache."""
     return f"{type(model).__name__} computes with the cache in a way of its own"
 
 
 def not_shared(reason: str) -> str:
-    """How a plan says that its keys and values are not in the shared cache."""
+    """Return the plan's message for a call that does not use the shared cache."""
     return f"keys and values are not shared: {reason}"
 
 
@@ -208,7 +233,7 @@ def check_call(
     config: Any,
     kwargs: dict[str, Any],
 ) -> None:
-    """Raise Unsupported where a call is left to transformers' loop, as far as can be told from its arguments."""
+    """Raise Unsupported if the arguments of a call show that transformers' loop must run it."""
     for name in compat.CALLED_BY_LOOP[loop]:
         if name in vars(model) or compat.has_own(model, name):
             raise Unsupported(f"{type(model).__name__} has its own {name}")
@@ -233,9 +258,9 @@ def check_call(
 
 
 def _check_source(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> None:
-    """Raise Unsupported where an encoder's states have other rows than the text, or others than their mask has."""
-    found, mask = kwargs.get("encoder_outputs"), kwargs.get("attention_mask")
-    states = found[0] if found and model.config.is_encoder_decoder else None
+    """Raise Unsupported if encoder outputs do not have the rows of the text or the mask's shape."""
+    outputs, mask = kwargs.get("encoder_outputs"), kwargs.get("attention_mask")
+    states = outputs[0] if outputs and model.config.is_encoder_decoder else None
     if not isinstance(states, Tensor) or states.dim() < 2:
         return
     layout, (rows, length) = layout_of(model.config), states.shape[:2]
@@ -247,7 +272,7 @@ def _check_source(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> None
 
 
 def check_model(model: Any) -> None:
-    """Raise Unsupported where no call of this model is accelerated, whatever its arguments."""
+    """Raise Unsupported if fastgen runs no call of this model, whatever its arguments."""
     if (reason := replaced()) is not None:
         raise Unsupported(reason)
     if all(family_of(part.model_type) is None for part in _configs(model)):
@@ -263,7 +288,10 @@ def check_model(model: Any) -> None:
 
 
 def _configs(model: Any) -> tuple[Any, ...]:
-    """The model's config and, where it is one of several, that of its text: transformers makes a copy to find it."""
+    """Return the model's config and, if it has sub-configs, its text config.
+
+    `get_text_config` makes a copy, so it is called only if there are sub-configs.
+    """
     return (
         (model.config, model.config.get_text_config(decoder=True))
         if model.config.sub_configs
@@ -272,9 +300,12 @@ def _configs(model: Any) -> tuple[Any, ...]:
 
 
 FEW, SHORT = 2, 64
-"""New tokens up to which, on a CPU, a call of a decoder-only model with one row per sentence takes longer to begin than
-its steps would save, and tokens of prompts up to which that holds: its own cache copies all that it holds at a step.
-Models with a source save by their first token, too."""
+"""Maximum numbers of new tokens and of prompt tokens of a call that is too short to gain.
+
+They hold on a CPU for decoder-only models with one row per sentence: setup then takes longer than
+the decode steps save. Longer prompts gain because transformers' cache copies its whole content in
+every step. Encoder-decoder models gain from their first token on.
+"""
 
 
 def _reason_too_few(model: Any, input_ids: Tensor, new_tokens: int) -> str | None:
@@ -315,8 +346,8 @@ def _reason_not_to_share(
             is not None
         ):
             return reason
-    if (found := _reads_rows(model)) is not None:
-        return f"{found} may look at rows, or at the cache"
+    if (user_code := _reads_rows(model)) is not None:
+        return f"{user_code} may look at rows, or at the cache"
     longest = _longest(model, input_ids, config, kwargs)
     for part in _configs(model):
         rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
@@ -331,7 +362,7 @@ def _reason_not_to_share(
         windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
         if windows and attentions:
             return "output_attentions=True with a sliding window"
-        # The shared cache keeps the whole text, which only several rows of a sentence make up for.
+        # The shared cache keeps the whole text, which pays only if a sentence has several rows.
         if windows and longest > min(windows):
             return "the text may outgrow the sliding window"
         return None
@@ -341,7 +372,7 @@ def _reason_not_to_share(
 
 
 def _of_another_kind(cache: Any) -> str | None:
-    """Why a cache is not of the kind that `generate` makes by itself, if it is not."""
+    """Return why a cache is not of the kind that `generate` makes by default, or None if it is."""
     for part in parts_of(cache) or [cache]:
         if type(part) is not DynamicCache:
             return f"the cache is a {type(part).__name__}"
@@ -355,15 +386,15 @@ def _of_another_kind(cache: Any) -> str | None:
 
 
 def _longest(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
-    """Tokens of the text at most."""
+    """Return the maximum number of tokens of a text, cached ones and prompt included."""
     embeds = None if model.config.is_encoder_decoder else kwargs.get("inputs_embeds")
     prompt = input_ids if embeds is None else embeds
-    held = held_before(model, input_ids, config, kwargs)
-    return held + prompt.shape[1] + config.max_length - input_ids.shape[1]
+    cached = held_before(model, input_ids, config, kwargs)
+    return cached + prompt.shape[1] + config.max_length - input_ids.shape[1]
 
 
 def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
-    """Tokens that a given cache holds and the prompt does not repeat, by the rule of `_prefill`."""
+    """Return the number of cached tokens that the prompt does not repeat, by `_prefill`'s rule."""
     cache = compat.cache_of(kwargs)
     if cache is None or kwargs.get("inputs_embeds") is not None:
         return 0
@@ -375,11 +406,11 @@ def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, An
 
 
 def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why the model's attention cannot be that over the shared cache, for several rows per sentence."""
+    """Return why the model's modules cannot resolve placeholders, or None if they can."""
     if model in refused:
         return computes_alone(model)
     if has_own_attention(model):
-        return None  # its modules are not asked
+        return None  # its modules never get placeholders
     if not engine.is_applied("transformers.attention"):
         return "transformers.attention is not in place"
     for part in _configs(model):
@@ -421,7 +452,7 @@ def _reason_not_to_drop(
 
 
 def draws(model: Any) -> str | None:
-    """Why what a row draws depends on how many there are: dropout, in training mode."""
+    """Return why a row's random numbers depend on the batch (training-mode dropout), or None."""
     for module in captured_module_step.of_steps(model):
         if module.training and _has_dropout(module):
             return (
@@ -436,24 +467,27 @@ def _has_dropout(module: nn.Module) -> bool:
 
 
 def _reads_rows(model: Any) -> str | None:
-    """What somebody has put on a module of the decode steps: it finds a row for each beam, and transformers' cache."""
-    found = {
+    """Return which user code runs in the modules of the decode steps, or None.
+
+    Such a hook or forward may expect transformers' cache, and one row per beam in prefill.
+    """
+    user_code = {
         module: what for module in touched_of(model) if (what := reads_rows(module)) is not None
     }
-    if not found:
+    if not user_code:
         return None
-    of_steps = set(captured_module_step.of_steps(model))
-    return next((what for module, what in found.items() if module in of_steps), None)
+    step_modules = set(captured_module_step.of_steps(model))
+    return next((what for module, what in user_code.items() if module in step_modules), None)
 
 
 def _looks_at_rows(model: Any) -> str | None:
-    """Why the steps of a model's modules may depend on which rows there are: code that nobody knows."""
+    """Return why unknown code in a model's modules may depend on the rows of the batch, or None."""
     for module in captured_module_step.of_steps(model):
-        kind, part = type(module), module is not model  # whose class may be a user's own
+        kind, part = type(module), module is not model  # the model's class may be a user's own
         if part and not _is_by_rows(kind):
             return f"{name_of(module)} may look at the whole batch"
-        if (found := reads_rows(module)) is not None:
-            return f"{found} may look at the whole batch"
+        if (user_code := reads_rows(module)) is not None:
+            return f"{user_code} may look at the whole batch"
         if part and not (is_toolkits(kind.forward) or kind.__module__.startswith("peft.")):
             return f"a forward of its own of a {kind.__name__} may look at the whole batch"
     return None
@@ -461,17 +495,17 @@ def _looks_at_rows(model: Any) -> str | None:
 
 @functools.cache
 def _is_by_rows(kind: type[nn.Module]) -> bool:
-    """Whether a module of a class does the same to a row whatever stands beside it."""
+    """Return whether modules of a class process each row independently of the others."""
     return kind.__module__.startswith(("torch.nn.", "transformers.", "peft.", "fastgen."))
 
 
 def _not_by_rows(kwargs: dict[str, Any], rows: int) -> str | None:
-    """The name of an argument of the model from which no rows can be taken away."""
+    """Return the name of a model argument from which rows cannot be removed, or None."""
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and (
             value.shape[:1] != (rows,) or (name == "position_ids" and value.dim() > 2)
         ):
             return name
-    # Without a cache the model reads the images again at every step.
+    # Without a cache the model reads the images again in every step.
     images = not kwargs["use_cache"] and kwargs.get("mm_encoder_outputs")
     return "mm_encoder_outputs" if images else None

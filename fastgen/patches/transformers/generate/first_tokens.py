@@ -1,7 +1,7 @@
-"""`forced_bos_token_id` as a list: a first token of its own for each sentence of a batch, such as its language.
+"""`forced_bos_token_id` as a list: one first token per sentence of a batch, such as its language.
 
-transformers takes one token for all sentences. Its processor is patched, in `disabled()` too, so that whichever loop
-runs forces the same tokens.
+transformers accepts one token for all sentences. The patch of its logits processor also applies in
+`disabled()`, so that every decoding loop forces the same tokens.
 """
 
 import operator
@@ -15,10 +15,13 @@ from fastgen.decoding.logits.transforms import Force, Text
 
 
 def of_sentences(forced: Any) -> Tensor | None:
-    """The first tokens (B,) int64 of the sentences; None where there is one for all of them, or none.
+    """Return the first tokens (B,) int64 of the sentences; None if there is at most one token.
+
+    Args:
+        forced: The value of `forced_bos_token_id`.
 
     Raises:
-        TypeError: it is not made of integers; with the value.
+        TypeError: The value is neither an integer nor a flat list of integers.
     """
     if forced is None or isinstance(forced, int):
         return None
@@ -31,7 +34,7 @@ def of_sentences(forced: Any) -> Tensor | None:
 
 
 def check(forced: Any, sentences: int, vocabulary: Callable[[], int]) -> None:
-    """Raise ValueError where a list has not a token of the vocabulary for each sentence."""
+    """Raise ValueError if a list does not hold one token of the vocabulary per sentence."""
     tokens = of_sentences(forced)
     if tokens is None:
         return
@@ -46,10 +49,14 @@ def check(forced: Any, sentences: int, vocabulary: Callable[[], int]) -> None:
 
 
 def force(original: Callable[..., Tensor], self: Any, input_ids: Tensor, scores: Tensor) -> Tensor:
-    """`ForcedBOSTokenLogitsProcessor.__call__`; input_ids (R, L), scores (R, V), rows of a sentence side by side.
+    """Replace `ForcedBOSTokenLogitsProcessor.__call__`.
+
+    Args:
+        input_ids: (R, L) int64. The rows of a sentence are adjacent.
+        scores: (R, V).
 
     Raises:
-        ValueError: the rows are not those of as many sentences.
+        ValueError: The number of rows is not a multiple of the number of tokens.
     """
     tokens = of_sentences(self.bos_token_id)
     if tokens is None or input_ids.shape[-1] != 1:
@@ -62,20 +69,22 @@ def force(original: Callable[..., Tensor], self: Any, input_ids: Tensor, scores:
 
 
 class Beside:
-    """A first token for each sentence of a stream, read beside the sentences.
+    """Reader of the first tokens of a stream of sentences.
 
     Args:
-        vocabulary: tokens that there are.
+        tokens: One token per sentence.
+        vocabulary: Size of the vocabulary.
     """
 
     def __init__(self, tokens: Iterable[Any], vocabulary: int) -> None:
         self._tokens, self._vocabulary, self._taken = iter(tokens), vocabulary, 0
 
     def take(self) -> int:
-        """The token of the next sentence.
+        """Return the token of the next sentence.
 
         Raises:
-            TypeError, ValueError: it is no token of the vocabulary, or there is none.
+            TypeError: The token is not an integer.
+            ValueError: The token is not in the vocabulary, or there are no more tokens.
         """
         for token in self._tokens:
             self._taken += 1
@@ -85,7 +94,7 @@ class Beside:
         )
 
     def end(self) -> None:
-        """Raise ValueError where a token is left, behind the last sentence."""
+        """Raise ValueError if tokens remain after the last sentence."""
         for _ in self._tokens:
             raise ValueError(
                 f"forced_bos_token_id has more tokens than the {self._taken} sentences"
@@ -93,21 +102,21 @@ class Beside:
 
     def _checked(self, token: Any) -> int:
         try:
-            found = operator.index(token)
+            token_id = operator.index(token)
         except TypeError:
             raise TypeError(f"forced_bos_token_id has {token!r}, which is no token") from None
-        if not 0 <= found < self._vocabulary:
+        if not 0 <= token_id < self._vocabulary:
             raise ValueError(
-                f"forced_bos_token_id has {found}, and the vocabulary {self._vocabulary} tokens"
+                f"forced_bos_token_id has {token_id}, and the vocabulary {self._vocabulary} tokens"
             )
-        return found
+        return token_id
 
 
 def beside(forced: Any, vocabulary: int) -> Beside | None:
-    """What a stream reads beside its sentences; None where there is one token for all of them, or none.
+    """Return the first tokens of a stream's sentences; None if all share one token or have none.
 
     Raises:
-        TypeError: it is neither a token nor some of them.
+        TypeError: `forced` is neither a token nor an iterable of tokens.
     """
     if isinstance(forced, Tensor):
         forced = cast(Any, forced).tolist()

@@ -1,4 +1,4 @@
-"""The decode steps of a transformers model from its weights (`models.runtime.decode_step`), over the shared cache."""
+"""Fused decode steps of transformers models (`models.runtime.decode_step`) over a shared cache."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,8 @@ from fastgen.patches.transformers.cache.shared_cache import SharedCache, parts_o
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.legacy_search import method_of
 
-# Arguments of a model's forward that its decode steps can do without, or that are looked at here; and of a loop.
+# Arguments of the forward that fused decode steps support or do not need. The key says whether the
+# model is an encoder-decoder.
 _ARGUMENTS = {
     True: {
         "attention_mask",
@@ -43,16 +44,14 @@ _ARGUMENTS = {
         "position_ids",
         "use_cache",
     },
-}  # by whether it is an encoder-decoder
+}
 _OF_LOOP = {"streamer", "synced_gpus", "tokenizer"}
-_NOT_FORWARDED = {
-    "labels"
-}  # trainers hand `generate` whole batches; it keeps these from the forward
+_NOT_FORWARDED = {"labels"}  # trainers pass whole batches; `generate` drops these
 _ATTENTION = ("eager", "sdpa")
 
 
 def not_known(model: Any, config: Any) -> str | None:
-    """Why the attention function that a model's config names is not one whose results are known."""
+    """Return why the attention function that a model's config names is unsupported, or None."""
     name = compat.attention_of(config)
     eager = getattr(sys.modules.get(type(model).__module__), "eager_attention_forward", None)
     function = cast(Any, ALL_ATTENTION_FUNCTIONS).get(name, eager if name == "eager" else None)
@@ -66,13 +65,14 @@ def not_known(model: Any, config: Any) -> str | None:
 
 
 def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: int) -> DecoderStep:
-    """Return the decode step of a call.
+    """Return the fused decode step of a call.
 
     Args:
-        kwargs: what the model's forward gets. longest: tokens of a text at most.
+        kwargs: Arguments of the model's forward.
+        longest: Maximum number of tokens of a text.
 
     Raises:
-        NotFused: the steps cannot be made from the weights; with the reason.
+        NotFused: The model or the call does not support fused steps; the message is the reason.
     """
     if config.settings().step == "module":
         raise NotFused("FASTGEN_STEP=module")
@@ -94,22 +94,22 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
         raise NotFused(reason)
     if layout.source_in_text:
         longest += kwargs["encoder_outputs"][0].shape[1]
-    found = step_of(model, layout, longest)
-    if found.tokens > 1 and method_of(generation_config) == "contrastive search":
+    fused = step_of(model, layout, longest)
+    if fused.tokens > 1 and method_of(generation_config) == "contrastive search":
         raise NotFused("contrastive search looks at tokens, and the head at what asks behind them")
     mask = kwargs.get("attention_mask")
-    if found.counts_padding and mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
+    if fused.counts_padding and mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any()):
         raise NotFused("padding that is not on the left")
-    return found
+    return fused
 
 
 def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
-    """Raise NotFused where more is asked of a step than logits, or more given to it than a text."""
+    """Raise NotFused if a step must return more than logits, or gets unsupported arguments."""
     returned = generation_config.output_hidden_states or generation_config.output_attentions
-    noted = any(
+    by_default = any(
         getattr(model.config, name, False) for name in ("output_hidden_states", "output_attentions")
     )
-    if noted or (returned and generation_config.return_dict_in_generate):
+    if by_default or (returned and generation_config.return_dict_in_generate):
         raise NotFused("hidden states or attentions are returned")
     arguments = _ARGUMENTS[bool(model.config.is_encoder_decoder)] | _OF_LOOP
     for name, value in kwargs.items():
@@ -117,14 +117,13 @@ def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) 
             continue
         if value is not None and name not in arguments:
             raise NotFused(f"the model gets {name}")
-        if (
-            isinstance(value, Tensor) and value.dim() != 2 and name != "inputs_embeds"
-        ):  # which are the prompt alone
+        # `inputs_embeds` belong to the prompt only.
+        if isinstance(value, Tensor) and value.dim() != 2 and name != "inputs_embeds":
             raise NotFused(f"{name} has {value.dim()} dimensions")
 
 
 def check_preparation(model: Any) -> None:
-    """Raise NotFused where a model prepares its steps in a way of its own."""
+    """Raise NotFused if a model has its own code to prepare decode steps."""
     layout = layout_of(model.config)
     for name in compat.STEP_METHODS:
         method: Any = getattr(cast(Any, type(model)), name)
@@ -136,13 +135,26 @@ def check_preparation(model: Any) -> None:
 
 
 class FusedDecoder:
-    """A model's steps behind the prompt: token ids in, logits out.
+    """Decode steps of a model after prefill: token ids in, logits out.
 
     Args:
-        kwargs: what the model's forward would get in the first of them.
+        step: The fused decode step.
+        model: The model, for its config.
+        cache: The shared cache, after prefill.
+        kwargs: Arguments of the model's forward in the first decode step.
+
+    Attributes:
+        ready: Whether the step has passed the equivalence check; otherwise the next one runs both
+            ways.
+        first: Position of the first token after the prompt; (B,) int64 if sentences differ.
+        prefix_mask: (B, 1, 1, P) additive; None if all of the prompt is visible.
+        source_mask: (B, 1, 1, S) additive; None if all of the source is visible.
+        hidden: (R, C), the newest input of the model's head, if the call needs it.
+        replay: Capture and replay of the steps as CUDA graphs; None on a CPU, for example.
 
     Raises:
-        NotFused: the model has run other layers than the step has, or its mask is not that of the whole text.
+        NotFused: Prefill wrote other layers than the step has, or the mask does not have the length
+            of the text.
     """
 
     def __init__(
@@ -152,10 +164,10 @@ class FusedDecoder:
             raise NotFused(f"its cache has {len(cache.text)} layers")
         self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
         self.longest = self.prefix + cache.longest
-        self.ready = bool(outcome(step))  # else the next step is made both ways
+        self.ready = bool(outcome(step))
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         layout = layout_of(model.config)
-        assert layout is not None  # or there is no step
+        assert layout is not None  # as there is a step
         names = (
             ("decoder_attention_mask", "attention_mask")
             if self.encoder_decoder
@@ -165,12 +177,11 @@ class FusedDecoder:
         text = text if layout.masks_text else None
         source = source if layout.masks_source else None
         positions = kwargs.get("position_ids")
-        if source is not None and layout.source_in_text:  # which may be padded at any side
+        if source is not None and layout.source_in_text:  # it may be padded on either side
             text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
             source, positions = None, text.sum(1, keepdim=True)
-        elif (
-            text is not None and text.shape[1] != self.prefix + 1
-        ):  # which may also mask generated tokens
+        elif text is not None and text.shape[1] != self.prefix + 1:
+            # It may mask generated tokens.
             raise NotFused(f"a mask of {text.shape[1] - 1} tokens for a text of {self.prefix}")
         self.prefix_mask = (
             None if text is None else _additive(text[:: cache.beams, : self.prefix], step.dtype)
@@ -178,18 +189,21 @@ class FusedDecoder:
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         counted = None if text is None else text[:, : self.prefix].sum(1, keepdim=True)
         self.first = self._first(counted if layout.counted or step.counts_padding else positions)
-        self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is looked at
-        self.hidden: Tensor | None = None  # (R, C), what the head has read last
+        self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is needed
+        self.hidden: Tensor | None = None
         replayed = graph.wanted(cache.text[0].keys) and not self.seeing
-        self._written = (
-            not self.seeing and not replayed and is_written(step)
-        )  # from ids to logits in C
+        # Whether C runs the steps from token ids to logits.
+        self._written = not self.seeing and not replayed and is_written(step)
         self.replay = Replay(step, cache.text, cache.longest) if replayed else None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return logits (R, V) of what follows ids (R, L), of which the cache holds all but the newest.
+        """Run one step.
 
-        They are fp32, or of the model's type where the step is captured.
+        Args:
+            ids: (R, L) int64. The cache holds all tokens but the newest.
+
+        Returns:
+            Logits (R, V), fp32; of the model's dtype if the step is captured.
         """
         if self.replay is not None and self.ready and self.replay.able(len(ids)):
             return self.replay(ids[:, -1], self._reads)[0]
@@ -199,7 +213,7 @@ class FusedDecoder:
         return self.step.logits(self.hidden).float()
 
     def open(self, ids: Tensor) -> Opened:
-        """Open a step of the newest token of ids (R, L) that is captured together with those of others."""
+        """Open a step for the newest token of ids (R, L), to be captured jointly with others."""
         assert self.replay is not None
         return self.replay.open(ids[:, -1], self._reads)
 
@@ -217,25 +231,33 @@ class FusedDecoder:
         )
 
     def context(self) -> Context:
-        """What the next step reads."""
+        """Return the inputs of the next step."""
         cache, ancestry, steps = self.cache, self.cache.ancestry, self.cache.text[0].steps
         return Context(
-            cache.sentences, self.prefix + steps + 1, self.prefix, self._position(steps), cache.text, cache.source,
-            self._text_mask(steps), self.source_mask, None if ancestry is None else ancestry.times,
+            cache.sentences, self.prefix + steps + 1, self.prefix, self._position(steps),
+            cache.text, cache.source, self._text_mask(steps), self.source_mask,
+            None if ancestry is None else ancestry.times,
         )  # fmt: skip
 
     def _position(self, steps: int) -> int | Tensor:
-        """Of the newest token, so many steps behind the prompt: (R,) where rows differ."""
+        """Return the newest token's position after `steps` decode steps; (R,) if rows differ."""
         at = self.first + steps
         return at.repeat_interleave(self.cache.beams) if isinstance(at, Tensor) else at
 
     @property
     def supports_multistep(self) -> bool:
-        """Whether C may make several steps in a row, choices and all."""
+        """Whether C can run several decode steps per call, token selection included."""
         return self.ready and self._written and native.library() is not None
 
     def prepared(self, steps: int) -> Prepared | None:
-        """Have at most so many steps ready, for which the cache has room; None where C cannot run."""
+        """Prepare decode steps for C.
+
+        Args:
+            steps: Maximum number of steps; the cache has room for them.
+
+        Returns:
+            The prepared steps; None if C cannot run them.
+        """
         cache, ancestry, text = self.cache, self.cache.ancestry, self.cache.text[0]
         mask = None
         if ancestry is not None:
@@ -245,31 +267,37 @@ class FusedDecoder:
             if self.prefix_mask is not None:
                 mask = torch.nn.functional.pad(self.prefix_mask[:, 0], (0, text.steps + steps))
         context = Context(
-            cache.sentences, self.prefix + text.steps + 1, self.prefix, self._position(text.steps), cache.text,
-            cache.source, None, self.source_mask, None if ancestry is None else ancestry.times,
+            cache.sentences, self.prefix + text.steps + 1, self.prefix, self._position(text.steps),
+            cache.text, cache.source, None, self.source_mask,
+            None if ancestry is None else ancestry.times,
         )  # fmt: skip
         return prepared(self.step, context, mask, own, steps)
 
     def extend(self, spans: Sequence[Span], step: DecoderStep | None = None) -> Tensor:
-        """Return logits (N, V) fp32 of what follows the tokens of spans, with one beam per sentence.
+        """Run spans of tokens, with one beam per sentence.
 
-        step: one of the first layers alone; None for all.
+        Args:
+            spans: At most one span per sentence, N tokens in total.
+            step: A step of the first layers only, for early exit; None for all layers.
+
+        Returns:
+            Logits (N, V) fp32 after each token.
         """
         cache, step = self.cache, step or self.step
         text, source = step.layers
-        around = Ragged(
-            cache.sentences, spans, self.first, cache.text[:text], cache.source[:source], self.prefix_mask,
-            self.source_mask,
+        inputs = Ragged(
+            cache.sentences, spans, self.first, cache.text[:text], cache.source[:source],
+            self.prefix_mask, self.source_mask,
         )  # fmt: skip
         ids = torch.tensor(
             [token for span in spans for token in span.tokens],
-            device=around.device,
+            device=inputs.device,
             dtype=torch.int64,
         )
-        return step(ids, around).float()
+        return step(ids, inputs).float()
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences, int64 indices."""
+        """Keep only the given sentences, (N,) int64 indices."""
         self.prefix_mask, self.source_mask = (
             None if mask is None else mask[sentences]
             for mask in (self.prefix_mask, self.source_mask)
@@ -278,14 +306,14 @@ class FusedDecoder:
             self.first = self.first[sentences]
 
     def _first(self, position_ids: Tensor | None) -> int | Tensor:
-        """The position of the first token behind the prompt; (B,) where sentences differ."""
+        """Return the position of the first token after the prompt; (B,) if sentences differ."""
         if position_ids is None:
             return self.prefix
         first = position_ids[:: self.cache.beams, -1]
         return int(first[0]) if bool((first == first[0]).all()) else first
 
     def _text_mask(self, steps: int) -> Tensor | None:
-        """What is seen in a step that is `steps` behind the prompt; None where it is all."""
+        """Return the self-attention mask after `steps` decode steps; None if all is visible."""
         prefix, ancestry = self.prefix_mask, self.cache.ancestry
         if ancestry is None:
             return None if prefix is None else torch.nn.functional.pad(prefix, (0, steps + 1))
@@ -295,14 +323,18 @@ class FusedDecoder:
 
 
 def source_mask(model: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> Tensor | None:
-    """What a decoder's attention over the source does not see, additive (R, 1, 1, S), of a forward's arguments."""
+    """Return the additive cross-attention mask (R, 1, 1, S); None if everything is visible.
+
+    Args:
+        kwargs: Arguments of the model's forward.
+    """
     mask, layout = kwargs.get("attention_mask"), layout_of(model.config)
-    assert layout is not None  # or there is no step
+    assert layout is not None  # as there is a step
     return None if mask is None or not layout.masks_source else _additive(mask, dtype)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """mask (B, N), true where visible, as (B, 1, 1, N); None where all is visible."""
+    """Return mask (B, N), true where visible, as additive (B, 1, 1, N); None if all is visible."""
     hidden = ~mask.to(torch.bool)
     if not bool(hidden.any()):
         return None

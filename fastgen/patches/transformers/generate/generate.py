@@ -1,4 +1,4 @@
-"""transformers' `generate` and its two decoding loops, on the engine of `decoding`."""
+"""Replacements of transformers' `generate` and its two decoding loops, built on `decoding`."""
 
 import functools
 import inspect
@@ -60,8 +60,11 @@ from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 _Original = Callable[..., Any]
 
 TOO_FEW, TOO_NARROW = 64, 256
-"""Rows of a product, and the width of a model, up to which a call for one new token saves less than a look at the
-model's layers takes: its products take microseconds, the look a millisecond."""
+"""Limits of calls that are too small to route: rows of a matrix product, and hidden size.
+
+With one new token, the products of such a call take microseconds; a pass over the model's layers
+takes a millisecond.
+"""
 
 engine.on_release(packed_weights.release)
 engine.on_release(scratch.release)
@@ -70,12 +73,16 @@ engine.on_release(graph.release)
 
 
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`GenerationMixin.generate` with the model's linear layers on their fastest route; in parity mode, both ways."""
+    """Replace `GenerationMixin.generate`.
+
+    For the call, the model's linear layers run on their fastest route. In parity mode the call runs
+    both ways and the outputs are compared.
+    """
     suspend.note_call(self)
     if kwargs.get("custom_generate") is not None:
         of = type(self).__name__, "custom_generate"
         engine.fallback("transformers.generate", "custom_generate runs a loop of its own", of)
-    if len(args) > 1:  # by name, as options are looked for
+    if len(args) > 1:  # pass them by name, so that options are found
         names = list(inspect.signature(original).parameters)[2:]
         args, kwargs = args[:1], kwargs | dict(zip(names, args[1:], strict=False))
     options = bild_call.options_of(self, kwargs)
@@ -84,7 +91,8 @@ def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
         if options is None or (options.lossless and not said(self, kwargs, "do_sample")):
             return parity.both_ways(run, original, self, *args, **kwargs)
         engine.compared(
-            "run once: big-little decoding changes the output, without lossless=True or with sampling"
+            "run once: big-little decoding changes the output, "
+            "without lossless=True or with sampling"
         )
     return run(original, self, *args, **kwargs)
 
@@ -93,31 +101,33 @@ def _as_asked(
     options: Options | None, original: _Original, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if options is None:
-        with requesting(self, drafting=None):  # another call, be it of the same model
+        # This may be a call within another one of the same model.
+        with requesting(self, drafting=None):
             return _accelerated(original, self, *args, **kwargs)
-    asked = bild.DraftingRequest(self, options)
-    with requesting(self, drafting=asked):
-        output = _accelerated(asked.noting(original), self, *args, **kwargs)
-    if not asked.decoded:
+    request = bild.DraftingRequest(self, options)
+    with requesting(self, drafting=request):
+        output = _accelerated(request.noting(original), self, *args, **kwargs)
+    if not request.decoded:
         raise ValueError(
-            "big-little decoding was asked for, and generate ran another way to decode, which its other arguments or "
+            "big-little decoding was asked for, and generate ran another way to decode, "
+            "which its other arguments or "
             f"the generation config of {type(self).__name__} ask for"
         )
     return output
 
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    family, asked = family_of(getattr(self.config, "model_type", "")), call_of(self).drafting
+    family, drafting = family_of(getattr(self.config, "model_type", "")), call_of(self).drafting
     rows = rows_at_most(self, args, kwargs)
-    resolves = kwargs.get("custom_generate") is None  # which looks at the options itself
-    if asked is None and _is_too_small(self, rows, kwargs):
+    resolves = kwargs.get("custom_generate") is None  # it interprets the options itself
+    if drafting is None and _is_too_small(self, rows, kwargs):
         with (
             engine.running("generate"),
             requesting(self, resolves_legacy_modes=resolves, skips_padding=False),
         ):
             return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
     skips = unpadded_encoder.skips_padding(
-        self, kwargs, tokens_alone=asked is not None and not asked.options.beams
+        self, kwargs, tokens_alone=drafting is not None and not drafting.options.beams
     )
     with (
         engine.running("generate"),
@@ -130,14 +140,17 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 def compiled_call(original: _Original, self: Any, compile_config: Any) -> Any:
-    """`PreTrainedModel.get_compiled_call`: what Dynamo is about to trace is the model as it is outside of a call."""
+    """Replace `PreTrainedModel.get_compiled_call`.
+
+    The routes are removed first, so that Dynamo traces the model as it is outside of a call.
+    """
     withdraw(self)
     engine.hit("transformers.compiled_call")
     return original(self, compile_config)
 
 
 def _is_too_small(model: Any, rows: int | None, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call has so little to compute that its layers are left as they are."""
+    """Return whether a call is too small for routing its layers to pay."""
     width: Any = getattr(model.config, "hidden_size", None)
     narrow = isinstance(width, int) and width <= TOO_NARROW
     return (
@@ -158,16 +171,16 @@ def beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    """`GenerationMixin._beam_search`, where it can be over one cache per sentence."""
+    """Replace `GenerationMixin._beam_search`; unsupported calls run the original."""
     streamer = beam_streamer.followed_by(model_kwargs)
     if streamer is not None:
         del model_kwargs["streamer"]
     config, request = bounded("beam", generation_config, stopping_criteria), call_of(self)
     call = Call(
-        self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
-        request.scored, request.wanted, request.on_tokens,
+        self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs,
+        streamer, request.scored, request.wanted, request.on_tokens,
     )  # fmt: skip
-    stock = lambda: original(
+    stock = lambda: original(  # noqa: E731
         self,
         input_ids,
         logits_processor,
@@ -181,7 +194,10 @@ def beam_search(
 
 
 def _nothing_else(model: Any) -> assigned[GenerationCall]:
-    """Within a loop, another call of `generate`, by a processor or a criterion, returns what it always returns."""
+    """Return a context manager in which the requests of the running call do not apply.
+
+    A logits processor or stopping criterion may call `generate` within the loop.
+    """
     return requesting(model, scored=False, wanted=None, on_tokens=None)
 
 
@@ -196,13 +212,13 @@ def sample(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """`GenerationMixin._sample`, where it can be over one cache per sentence."""
+    """Replace `GenerationMixin._sample`; unsupported calls run the original."""
     config, request = bounded("sample", generation_config, stopping_criteria), call_of(self)
     call = Call(
-        self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs, streamer,
-        request.scored, request.wanted, request.on_tokens,
+        self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs,
+        streamer, request.scored, request.wanted, request.on_tokens,
     )  # fmt: skip
-    stock = lambda: original(
+    stock = lambda: original(  # noqa: E731
         self,
         input_ids,
         logits_processor,
@@ -217,88 +233,95 @@ def sample(
 
 
 def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) -> Any:
-    """Decide, then decode here or leave the call to the toolkit; the reason is counted.
+    """Plan a call, then run it, or run the toolkit's loop and count the fallback reason.
 
-    Returns what `generate` returns; where it was asked to pause and can, the `SuspendedDecode` loop.
+    Args:
+        stock: Runs the toolkit's loop.
+
+    Returns:
+        The output of `generate`; the `SuspendedDecode` if the call suspends; the `Call` if the
+        caller requested only that.
     """
     method = legacy_search.method_of(call.config)
     request = call_of(call.model)
     if request.captures_call_only:
         return call
-    if call.config.is_assistant:  # of a call in progress, which is counted itself
+    if call.config.is_assistant:  # the call that it assists is counted
         return stock()
-    asked = request.drafting
-    if asked is not None and method is not None:
+    drafting = request.drafting
+    if drafting is not None and method is not None:
         raise ValueError(f"{method} does not go with big-little decoding")
-    if asked is not None and loop == "beam":
-        return _drafted_beams(call, asked)
+    if drafting is not None and loop == "beam":
+        return _drafted_beams(call, drafting)
     rests, returned = (
-        asked is not None and bild_resting.rests(call, asked),
+        drafting is not None and bild_resting.rests(call, drafting),
         call.config.return_dict_in_generate,
     )
-    if asked is not None and not rests:
-        return bild.decode(call, asked)
-    began = time.perf_counter()
+    if drafting is not None and not rests:
+        return bild.decode(call, drafting)
+    start = time.perf_counter()
     if rests:
         call = bild_resting.resting(call)
     name = {"beam": "transformers.beam_search", "sample": "transformers.sample"}[loop]
-    wide = legacy_loops.widened(call) if method == "contrastive search" else call
+    widened = legacy_loops.widened(call) if method == "contrastive search" else call
     try:
         plan, step = decide(
             call.model,
             loop,
-            wide.input_ids,
+            widened.input_ids,
             call.logits_processor,
             call.stopping_criteria,
             call.config,
-            wide.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
+            widened.model_kwargs | {"synced_gpus": call.synced_gpus, "streamer": call.streamer},
         )
     except Unsupported as unsupported:
-        if asked is not None:
-            return bild.decode(call, asked)  # which says what it needs
-        if method is not None:  # transformers would run another one
+        if drafting is not None:
+            return bild.decode(call, drafting)  # it raises with what it needs
+        if method is not None:  # transformers would run another method
             raise ValueError(
                 f"{method} of {type(call.model).__name__}: {unsupported.reason}"
             ) from None
-        of = type(call.model).__name__, method_named(loop, call.config)
-        engine.fallback(name, unsupported.reason, of)
+        label = type(call.model).__name__, method_named(loop, call.config)
+        engine.fallback(name, unsupported.reason, label)
         return stock()
-    if asked is not None and step is None:
-        return bild.decode(call, asked)
+    if drafting is not None and step is None:
+        return bild.decode(call, drafting)
     pauses, reason = (
         (False, None) if rests else suspend.decide(call.model, plan, step, call.stopping_criteria)
     )
     with engine.running(plan):
         if method is not None:
-            model = legacy_loops.stepper(wide, plan, step)
+            model = legacy_loops.stepper(widened, plan, step)
             decoding = legacy_loops.decoding_of(method, call, model)
         else:
             model = call.stepper(plan, step)
             decoding = (_beam_search if loop == "beam" else _sample)(call, model)
         with decoding.around():
-            over = decode(
+            finished = decode(
                 decoding.search, model, model.prefill(), lambda: pauses and model.joinable
             )
-    begun = SuspendedDecode(
+    suspended = SuspendedDecode(
         name, model, decoding.search, decoding.output, () if reason is None else (reason,)
     )
-    if asked is not None:
-        found, seconds = begun.finish(), time.perf_counter() - began
-        return bild_resting.of_large_alone(call, asked, returned, found, model.report(), seconds)
-    return begun.finish() if over else begun
+    if drafting is not None:
+        sequences, seconds = suspended.finish(), time.perf_counter() - start
+        return bild_resting.of_large_alone(
+            call, drafting, returned, sequences, model.report(), seconds
+        )
+    return suspended.finish() if finished else suspended
 
 
 def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
-    """A beam search whose steps a small model drafts."""
+    """Run a beam search whose decode steps a small model drafts."""
     model = bild.drafted(call, asked)
     assistant = asked.options.small
     with engine.running(model.plan), routed(assistant, family_of(assistant.config.model_type)):
         decoding = _beam_search(call, model)
         try:
-            first = model.prefill()
+            logits = model.prefill()
         except NotFused as reason:
             raise bild.not_proven(model, reason) from None
-        decode(decoding.search, model, first)
+        decode(decoding.search, model, logits)
     passes = model.passes
     engine.decoded_together(
         {
@@ -347,18 +370,19 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
 def _replayed(
     call: Call, model: Stepper, transforms: Sequence[LogitsTransform], stop: Stop
 ) -> bool:
-    """Whether the choices of a search are captured as its steps are; if not, the plan says why."""
+    """Return whether token selection is captured as the decode steps are; if not, note why."""
     if not model.plan.graphs:
         return False
     reason = None
     if call.config.return_dict_in_generate:
-        reason = "return_dict_in_generate=True"  # scores are kept, or keys and values of a step that ran too far
+        # The output needs scores, or a cache without the step that runs past the end.
+        reason = "return_dict_in_generate=True"
     elif call.scored and call.config.num_beams == 1:
         reason = "scores are summed up"
     elif call.streamer is not None or call.on_tokens is not None:
         reason = "a streamer listens"
     elif compat.is_user_provided(compat.cache_of(call.model_kwargs)):
-        reason = IS_GIVEN  # which is to hold the keys and values of the last step
+        reason = IS_GIVEN  # it must hold exactly the keys and values up to the last step
     elif stop.others:
         reason = "a stopping criterion looks at all tokens"
     elif not capturable(transforms):
@@ -378,21 +402,21 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain |
     config, best = call.config, search.outcome
     if isinstance(search, CapturedBeamSearch):
         _note(model, search.choices.refused)
-    kept = config.num_return_sequences
-    sequences, beams = best.ids[:, :kept].flatten(0, 1), best.beams[:, :kept].flatten(0, 1)
+    returned = config.num_return_sequences
+    sequences, beams = best.ids[:, :returned].flatten(0, 1), best.beams[:, :returned].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
     sequences = sequences[:, : call.input_ids.shape[1] + longest]
     if certain is not None and call.streamer is not None:
         certain.end(0, sequences[0])
         call.streamer.end()
     if call.scored:
-        return Scored(sequences, best.scores[:, :kept].flatten())
+        return Scored(sequences, best.scores[:, :returned].flatten())
     if not config.return_dict_in_generate:
         return sequences
-    found = fields(call, model, search.trace)
-    found |= {
+    output = fields(call, model, search.trace)
+    output |= {
         "sequences": sequences,
-        "sequences_scores": best.scores[:, :kept].flatten() if config.output_scores else None,
+        "sequences_scores": best.scores[:, :returned].flatten() if config.output_scores else None,
         "beam_indices": beams[:, :longest],
     }
     kind = (
@@ -400,7 +424,7 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain |
         if call.model.config.is_encoder_decoder
         else gu.GenerateBeamDecoderOnlyOutput
     )
-    return kind(**found)
+    return kind(**output)
 
 
 def _sample(call: Call, model: Stepper) -> Decoding:
@@ -442,10 +466,10 @@ def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
         return Scored(sampling.outcome, sequence_scores.summed(sampling.trace.chosen))
     if not call.config.return_dict_in_generate:
         return sampling.outcome
-    found = fields(call, model, sampling.trace) | {"sequences": sampling.outcome}
+    output = fields(call, model, sampling.trace) | {"sequences": sampling.outcome}
     kind = (
         gu.GenerateEncoderDecoderOutput
         if call.model.config.is_encoder_decoder
         else gu.GenerateDecoderOnlyOutput
     )
-    return cast(Any, kind)(**found)
+    return cast(Any, kind)(**output)

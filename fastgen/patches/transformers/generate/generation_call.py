@@ -1,4 +1,4 @@
-"""What a caller of `generate` requested that is no argument of it: one record, in one context variable."""
+"""Requests of a call of `generate` that are not among its arguments, in one context variable."""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -16,17 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """A call of a model's `generate` that is under way. It holds for that model's decoding loop alone.
+    """Requests of one call of a model's `generate`. They apply to that model's decoding loop only.
 
     Attributes:
-        scored: whether the caller takes `Scored` sequences instead of what `generate` returns.
-        wanted: whether somebody still waits for a sentence, by its number; None where none is ever cancelled.
-        on_tokens: hears the tokens of each sentence as soon as they are final; None where nobody listens.
-        suspension: that the call may be suspended once its loop has begun; None where it may not.
-        drafting: that a small model drafts; None where none does.
-        captures_call_only: whether the loop is not to run, and hands over the `LoopCall` that it got.
-        resolves_legacy_modes: whether decoding methods that transformers 5 has taken out are looked for.
-        skips_padding: whether the encoder may leave out padding, as nothing of its output at padding is returned.
+        model: The model.
+        scored: Whether the loop returns `Scored` sequences instead of `generate`'s output.
+        wanted: Returns whether a sentence, by number, is not cancelled; None if none ever is.
+        on_tokens: Called with the tokens of each sentence as soon as they are final; or None.
+        suspension: Request to suspend the call once its loop has begun; or None.
+        drafting: Request for big-little decoding; or None.
+        captures_call_only: Whether the loop returns its `Call` instead of running.
+        resolves_legacy_modes: Whether to look for decoding methods that transformers 5 removed.
+        skips_padding: Whether the encoder may skip padding: the call returns none of its outputs
+            at padding.
     """
 
     model: Any = None
@@ -40,7 +42,11 @@ class GenerationCall:
     skips_padding: bool = False
 
     def from_sentence(self, first: int) -> "GenerationCall":
-        """The same call for a part of its batch, whose sentence 0 is number `first` of the whole."""
+        """Return the same requests for a part of the batch.
+
+        Args:
+            first: Number of the part's first sentence in the whole batch.
+        """
         wanted, on_tokens = self.wanted, self.on_tokens
 
         def is_wanted(number: int) -> bool:
@@ -59,21 +65,21 @@ _current: ContextVar[GenerationCall] = ContextVar(f"{PREFIX}generation_call", de
 
 
 def current_call() -> GenerationCall:
-    """The innermost call of `generate` that is under way, whatever its model."""
+    """Return the innermost running call of `generate`, of any model."""
     return _current.get()
 
 
 def call_of(model: Any) -> GenerationCall:
-    """The call that is under way if it is this model's, else one for which nothing is requested."""
+    """Return the running call if it is this model's, else one without requests."""
     call = _current.get()
     return call if call.model is model else GenerationCall(model)
 
 
 def requesting(model: Any, **changes: Any) -> assigned[GenerationCall]:
-    """Within it, a call of this model's `generate` has these fields changed."""
+    """Return a context manager in which calls of this model's `generate` have the given fields."""
     return assigned(_current, replace(call_of(model), **changes))
 
 
 def in_part(first: int) -> assigned[GenerationCall]:
-    """Within it, the call under way is that of a part of its batch, from sentence `first` on."""
+    """Return a context manager in which the running call covers its batch from `first` on only."""
     return assigned(_current, _current.get().from_sentence(first))

@@ -1,4 +1,4 @@
-"""The loops of the methods that transformers 5 has taken out of its library, as `generate` calls them."""
+"""Decoding loops of the methods that transformers 5 removed, as `generate` calls them."""
 
 import inspect
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ from fastgen.patches.transformers.generate.sequence_scores import Scored, summed
 
 
 def widened(call: Call) -> Call:
-    """A call of contrastive search with a row for each candidate.
+    """Return a call of contrastive search with one row per candidate.
 
     Raises:
-        ValueError: it asks for what contrastive search here has not; with the value.
+        ValueError: The call has an unsupported option; the message names it.
     """
     config, cache = call.config, compat.cache_of(call.model_kwargs)
     kind, layout = type(call.model).__name__, layout_of(call.model.config)
@@ -44,17 +44,20 @@ def widened(call: Call) -> Call:
         raise ValueError(f"contrastive search looks at hidden states, and a {kind} returns none")
     if cache is None or CACHE not in inspect.signature(call.model.forward).parameters:
         raise ValueError(
-            f"contrastive search runs one token at a time, and a {kind} has no cache of keys and values"
+            f"contrastive search runs one token at a time, and a {kind} "
+            "has no cache of keys and values"
         )
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
-            f"contrastive search runs one token more than cache_implementation={config.cache_implementation!r} holds"
+            "contrastive search runs one token more than "
+            f"cache_implementation={config.cache_implementation!r} holds"
         )
     if compat.is_user_provided(cache):
         raise ValueError(f"contrastive search looks at all of the prompt, and {IS_GIVEN}")
     if config.prefill_chunk_size is not None:
         raise ValueError(
-            f"contrastive search looks at all of the prompt, and prefill_chunk_size is {config.prefill_chunk_size}"
+            "contrastive search looks at all of the prompt, and prefill_chunk_size is "
+            f"{config.prefill_chunk_size}"
         )
     if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
         raise ValueError(
@@ -64,14 +67,15 @@ def widened(call: Call) -> Call:
 
 
 def stepper(call: Call, plan: Plan, step: DecoderStep | None) -> Stepper:
-    """What makes the steps of a call; those of contrastive search say what the model's head reads."""
+    """Return the stepper of a call; for contrastive search it records hidden states."""
     if plan.method != "contrastive search":
         return call.stepper(plan, step)
-    seeing = replace(call, model_kwargs=call.model_kwargs | {"output_hidden_states": True})
-    return seeing.stepper(plan, step)
+    with_hidden = replace(call, model_kwargs=call.model_kwargs | {"output_hidden_states": True})
+    return with_hidden.stepper(plan, step)
 
 
 def decoding_of(method: Method, call: Call, model: Stepper) -> Decoding:
+    """Return the decoding loop of a call for a legacy method."""
     if method == "contrastive search":
         contrastive = _contrastive(call, model)
         return Decoding(contrastive, lambda: _of_contrastive(call, model, contrastive))
@@ -84,7 +88,7 @@ def decoding_of(method: Method, call: Call, model: Stepper) -> Decoding:
 
 def _diverse(call: Call, model: Stepper) -> DiverseBeamSearch:
     config = call.config
-    # Where transformers 4 had the penalty in the row of its processors.
+    # The position of the diversity penalty among the logits processors of transformers 4.
     before = (config.guidance_scale not in (None, 1)) + (config.sequence_bias is not None)
     first = transforms_of(call.logits_processor[:before], lambda: vocabulary(call.model))
     then = transforms_of(call.logits_processor[before:], lambda: vocabulary(call.model))
@@ -127,7 +131,7 @@ def _contrastive(call: Call, model: Stepper) -> ContrastiveSearch:
 
 
 def check_tokens(constraints: Sequence[Constraint], size: int) -> None:
-    """Raise ValueError where a constraint has a token beyond a vocabulary of some size."""
+    """Raise ValueError if a constraint has a token beyond a vocabulary of `size` tokens."""
     for constraint in constraints:
         highest = max(max(phrase) for phrase in constraint.phrases)
         if highest >= size:
@@ -155,10 +159,10 @@ def _common(call: Call, model: Stepper) -> dict[str, Any]:
 
 def _of_pools(call: Call, model: Stepper, search: PooledBeams) -> Any:
     config = call.config
-    found = search.best(config.num_return_sequences)
-    sequences = _sequences(found, config).to(call.input_ids.device)
+    hypotheses = search.best(config.num_return_sequences)
+    sequences = _sequences(hypotheses, config).to(call.input_ids.device)
     scores = torch.tensor(
-        [one.score for one in found], dtype=torch.float32, device=sequences.device
+        [h.score for h in hypotheses], dtype=torch.float32, device=sequences.device
     )
     if call.scored:
         return Scored(sequences, scores)
@@ -169,13 +173,13 @@ def _of_pools(call: Call, model: Stepper, search: PooledBeams) -> Any:
         if call.model.config.is_encoder_decoder
         else gu.GenerateBeamDecoderOnlyOutput
     )
-    wanted = config.output_scores
+    with_scores = config.output_scores
     return kind(
         **fields(call, model, search.trace),
         sequences=cast(Any, sequences),
-        sequences_scores=cast(Any, scores if wanted else None),
+        sequences_scores=cast(Any, scores if with_scores else None),
         beam_indices=cast(
-            Any, torch.nn.utils.rnn.pad_sequence([one.beams for one in found], True, -1.0)
+            Any, torch.nn.utils.rnn.pad_sequence([h.beams for h in hypotheses], True, -1.0)
         ),
     )
 
@@ -187,37 +191,36 @@ def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> An
         return Scored(search.outcome, summed(search.trace.chosen))
     if not call.config.return_dict_in_generate:
         return search.outcome
-    found = fields(call, model, search.trace)
-    cache = found[CACHE]
+    output = fields(call, model, search.trace)
+    cache = output[CACHE]
     rows = len(search.ids) * search.candidates
     layers = [layer for part in parts_of(cache) for layer in part.layers]
-    if not layers or any(
-        type(layer) is not DynamicLayer for layer in layers
-    ):  # such as one that has slid
-        found[CACHE] = None
+    # Layers of other types, such as those with a sliding window, cannot be cropped.
+    if not layers or any(type(layer) is not DynamicLayer for layer in layers):
+        output[CACHE] = None
     else:
         cache.batch_select_indices(
             torch.arange(0, rows, search.candidates, device=call.model.device, dtype=torch.int64)
         )
-        cache.crop(-1)  # elsewhere the last token of a text has not been run
+        cache.crop(-1)  # other methods never run the last token of a text
     kind = (
         gu.GenerateEncoderDecoderOutput
         if call.model.config.is_encoder_decoder
         else gu.GenerateDecoderOnlyOutput
     )
-    return kind(**found, sequences=cast(Any, search.outcome))
+    return kind(**output, sequences=cast(Any, search.outcome))
 
 
 def _sequences(found: Sequence[Hypothesis], config: Any) -> Tensor:
-    """The hypotheses as one tensor: behind each, where there is room, the token that ends it, and padding."""
+    """Return hypotheses as one tensor (N, L), each followed by eos, if it fits, and padding."""
     eos, pad = compat.eos_tokens(config), compat.pad_token(config)
-    longest = max(len(one.ids) for one in found)
+    longest = max(len(hypothesis.ids) for hypothesis in found)
     width = longest if eos is None else min(longest + 1, config.max_length)
     sequences = torch.full(
         (len(found), width), -1 if pad is None else int(pad), dtype=torch.int64, device="cpu"
     )
-    for row, one in zip(sequences, found, strict=True):
-        row[: len(one.ids)] = one.ids
-        if len(one.ids) < width and eos is not None:
-            row[len(one.ids)] = eos[0]
+    for row, hypothesis in zip(sequences, found, strict=True):
+        row[: len(hypothesis.ids)] = hypothesis.ids
+        if len(hypothesis.ids) < width and eos is not None:
+            row[len(hypothesis.ids)] = eos[0]
     return sequences

@@ -1,7 +1,7 @@
-"""Methods of decoding that transformers 5 has taken out of its library: which one a call asks for.
+"""Decoding methods that transformers 5 removed, and which of them a call requests.
 
-Diverse and constrained beam search were last in 4.56, contrastive search in 4.55. transformers 5 still takes their
-options, and wants to load code from its Hub for them.
+Diverse and constrained beam search were last in 4.56, contrastive search in 4.55. transformers 5
+still accepts their options, but wants to load code from its Hub to run them.
 """
 
 from collections.abc import Callable
@@ -23,24 +23,28 @@ _METHODS: dict[GenerationMode, Method] = {
 }
 METHODS = frozenset(_METHODS.values())
 
-_LOOPS: dict[
-    Method, tuple[GenerationMode, str]
-] = {  # the loop of transformers' own that prepares a call as the method needs it, and the patch that runs there
+# By method: the mode whose preparation of a call suits it, and the patch of that mode's loop.
+_LOOPS: dict[Method, tuple[GenerationMode, str]] = {
     "diverse beam search": (GenerationMode.BEAM_SEARCH, "transformers.beam_search"),
     "constrained beam search": (GenerationMode.BEAM_SEARCH, "transformers.beam_search"),
     "contrastive search": (GenerationMode.GREEDY_SEARCH, "transformers.sample"),
 }
 MODES = {mode: _LOOPS[method][0] for mode, method in _METHODS.items()}
-"""The modes of these methods, and those that take their places on the way to a loop."""
+"""By mode of a removed method: the mode that replaces it on the way to a decoding loop."""
 
 
 def generation_mode(
     original: Callable[..., GenerationMode], self: Any, *args: Any, **kwargs: Any
 ) -> GenerationMode:
-    """`GenerationConfig.get_generation_mode` inside of `generate`: one of a loop where fastgen's runs.
+    """Replace `GenerationConfig.get_generation_mode` within `generate`.
+
+    Returns:
+        For a removed method that fastgen runs, the mode of the loop that it runs in.
 
     Raises:
-        ValueError: options that do not go together, as they raised it where transformers had these methods.
+        ValueError: Options contradict each other, as in releases of transformers that had these
+            methods.
+        TypeError: A constraint has the wrong type.
     """
     mode, call = original(self, *args, **kwargs), current_call()
     if not call.resolves_legacy_modes:
@@ -50,13 +54,13 @@ def generation_mode(
         return mode
     loop = GENERATION_MODES_MAPPING[MODES[mode]]
     if getattr(cast(Any, type(call.model)), loop) is not getattr(GenerationMixin, loop):
-        return mode  # a loop of its own would run another method
+        return mode  # the model's own loop would run another method
     engine.hit("transformers.generation_mode")
     return MODES[mode]
 
 
 def method_of(config: Any) -> Method | None:
-    """The method that a generation config asks for; None where it is one that transformers has."""
+    """Return the removed method that a generation config requests; None if it requests none."""
     if _given(config, "constraints") or _given(config, "force_words_ids"):
         return "constrained beam search"
     if (config.num_beams or 1) > 1:
@@ -68,9 +72,11 @@ def method_of(config: Any) -> Method | None:
 
 
 def check(config: Any) -> None:
-    """Raise ValueError or TypeError where a config has options that do not go together, or one that cannot be.
+    """Check the options of the removed methods.
 
-    The message has their values.
+    Raises:
+        ValueError: Options contradict each other; the message has their values.
+        TypeError: A constraint has the wrong type.
     """
     beams, groups, penalty = (
         config.num_beams or 1,
@@ -84,11 +90,11 @@ def check(config: Any) -> None:
             raise ValueError(
                 f"constraints and force_words_ids need several beams, and num_beams is {beams}"
             )
-        for name, value, wanted in (
+        for name, value, expected in (
             ("do_sample", config.do_sample, False),
             ("num_beam_groups", groups, 1),
         ):
-            if (value or wanted) != wanted:
+            if (value or expected) != expected:
                 raise ValueError(f"constraints and force_words_ids do not go with {name}={value}")
     elif beams > 1 and groups > 1:
         if config.do_sample:

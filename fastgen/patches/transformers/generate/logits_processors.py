@@ -1,4 +1,7 @@
-"""transformers' logits processors and stopping criteria as the edits of `transforms` and a `stopping`."""
+"""Translation of transformers' logits processors and stopping criteria.
+
+Processors become the logits transforms of `decoding.logits.transforms`, criteria a `Stop`.
+"""
 
 import copy
 import math
@@ -29,26 +32,29 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.compat import INSTALLED
 from fastgen.patches.transformers.generate.first_tokens import of_sentences
 
-# Processors that treat every row alike and by its own text alone, so that rows may leave the batch.
+# Processors that handle each row by its own text alone, so that rows may leave the batch.
 _ROWWISE = (
-    lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor, lp.TemperatureLogitsWarper, lp.TopPLogitsWarper,
-    lp.TopKLogitsWarper, lp.MinPLogitsWarper, lp.TypicalLogitsWarper, lp.EpsilonLogitsWarper, lp.EtaLogitsWarper,
-    lp.NoRepeatNGramLogitsProcessor, lp.SequenceBiasLogitsProcessor, lp.NoBadWordsLogitsProcessor,
-    lp.ForcedBOSTokenLogitsProcessor, lp.ForcedEOSTokenLogitsProcessor, lp.InfNanRemoveLogitsProcessor,
-    lp.ExponentialDecayLengthPenalty, lp.LogitNormalization, lp.SuppressTokensAtBeginLogitsProcessor,
-    lp.SuppressTokensLogitsProcessor, lp.WhisperTimeStampLogitsProcessor, lp.RepetitionPenaltyLogitsProcessor,
+    lp.MinLengthLogitsProcessor, lp.MinNewTokensLengthLogitsProcessor, lp.TemperatureLogitsWarper,
+    lp.TopPLogitsWarper, lp.TopKLogitsWarper, lp.MinPLogitsWarper, lp.TypicalLogitsWarper,
+    lp.EpsilonLogitsWarper, lp.EtaLogitsWarper, lp.NoRepeatNGramLogitsProcessor,
+    lp.SequenceBiasLogitsProcessor, lp.NoBadWordsLogitsProcessor, lp.ForcedBOSTokenLogitsProcessor,
+    lp.ForcedEOSTokenLogitsProcessor, lp.InfNanRemoveLogitsProcessor,
+    lp.ExponentialDecayLengthPenalty, lp.LogitNormalization,
+    lp.SuppressTokensAtBeginLogitsProcessor, lp.SuppressTokensLogitsProcessor,
+    lp.WhisperTimeStampLogitsProcessor, lp.RepetitionPenaltyLogitsProcessor,
 )  # fmt: skip
 
 
-# Functions of the scores alone that ask for no value.
+# Processors that depend on the scores alone and never synchronize with the device.
 _STATIC = (
-    lp.TemperatureLogitsWarper, lp.TopPLogitsWarper, lp.TopKLogitsWarper, lp.MinPLogitsWarper, lp.TypicalLogitsWarper,
-    lp.EpsilonLogitsWarper, lp.InfNanRemoveLogitsProcessor, lp.LogitNormalization,
+    lp.TemperatureLogitsWarper, lp.TopPLogitsWarper, lp.TopKLogitsWarper, lp.MinPLogitsWarper,
+    lp.TypicalLogitsWarper, lp.EpsilonLogitsWarper, lp.InfNanRemoveLogitsProcessor,
+    lp.LogitNormalization,
 )  # fmt: skip
 
 
 def kind_of(thing: Any) -> Any:
-    """The class of a processor or criterion; None where its `__call__` is not a toolkit's code."""
+    """Return the class of a processor or criterion; None if its `__call__` is not toolkit code."""
     kind = cast(Any, type(thing))
     return kind if is_toolkits(kind.__call__) else None
 
@@ -56,20 +62,23 @@ def kind_of(thing: Any) -> Any:
 def transforms_of(
     processors: Sequence[Any], vocabulary: Callable[[], int]
 ) -> list[LogitsTransform]:
-    """Translate the processors, in order; those without an edit of their own are called as they are.
+    """Translate logits processors, in order.
 
-    vocabulary: says how many tokens there are, if one asks.
+    A processor without a transform of its own is called as it is.
+
+    Args:
+        vocabulary: Returns the size of the vocabulary; called only if a processor needs it.
     """
-    return [edit for processor in processors for edit in _edits(processor, vocabulary)]
+    return [transform for processor in processors for transform in _edits(processor, vocabulary)]
 
 
 def rowwise(processors: Sequence[Any]) -> str | None:
-    """None when rows may leave the batch under these processors, else the name of one that forbids it."""
+    """Return the class name of a processor that forbids rows to leave the batch, or None."""
     return next((type(p).__name__ for p in processors if kind_of(p) not in _ROWWISE), None)
 
 
 def has_rows(processor: Any) -> bool:
-    """Whether a processor that treats every row by itself holds something of each."""
+    """Return whether a row-wise processor holds state per row."""
     return isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
 
 
@@ -103,12 +112,12 @@ def _edit(processor: Any, kind: Any, vocabulary: Callable[[], int]) -> LogitsTra
             passes=True,
         )
     if kind is lp.ForcedBOSTokenLogitsProcessor:
-        first: Any = processor.bos_token_id
-        tokens = of_sentences(first)
+        token_id: Any = processor.bos_token_id
+        tokens = of_sentences(token_id)
         if tokens is not None:
             return Force(tokens, lambda length: length == 1, by_sentence=True)
-        device = first.device if isinstance(first, Tensor) else "cpu"
-        return Force(torch.as_tensor(first, device=device), lambda length: length == 1)
+        device = token_id.device if isinstance(token_id, Tensor) else "cpu"
+        return Force(torch.as_tensor(token_id, device=device), lambda length: length == 1)
     if kind is lp.ForcedEOSTokenLogitsProcessor:
         return Force(processor.eos_token_id, lambda length: length == processor.max_length - 1)
     if kind is lp.RepetitionPenaltyLogitsProcessor:
@@ -120,17 +129,19 @@ def _edit(processor: Any, kind: Any, vocabulary: Callable[[], int]) -> LogitsTra
 
 
 def _called(processor: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The processor as a function; the toolkit's list checks what arguments it wants, and raises as stock does."""
+    """Return a processor as a function of (ids, scores).
+
+    The toolkit's list checks its parameters and raises as in the toolkit's own loops.
+    """
     return cast(Any, lp.LogitsProcessorList([processor]))
 
 
 def _biases(processor: Any, vocabulary: int) -> list[LogitsTransform]:
-    """A bias of sequences of tokens; bans where it is -inf."""
+    """Translate a bias of token sequences, or the -inf biases of banned sequences."""
     biases: dict[tuple[int, ...], float] = processor.sequence_bias
     if any(not sequence or max(sequence) >= vocabulary for sequence in biases):
-        return [
-            Call(_called(processor))
-        ]  # it raises, but in newer versions passes over what is empty
+        # It raises; newer releases of transformers skip empty sequences instead.
+        return [Call(_called(processor))]
     if type(processor) is lp.SequenceBiasLogitsProcessor:
         if any(len(sequence) > 1 for sequence in biases):
             return [SequenceShift(biases, 0 if INSTALLED.bias_reaches_start else 1)]
@@ -159,9 +170,9 @@ def _biases(processor: Any, vocabulary: int) -> list[LogitsTransform]:
 
 
 def _source_of(processor: Any, vocabulary: int) -> Tensor | None:
-    """A text (B, S) with the n-grams of the encoder's input that the processor has kept, each followed by -1.
+    """Return a text (B, S) of the n-grams of the encoder's input, each followed by -1.
 
-    None where a token lies beyond the vocabulary, at which the processor may raise.
+    None if a token is beyond the vocabulary, for which the processor may raise.
     """
     texts: list[list[int]] = []
     for ngrams in cast("list[dict[tuple[int, ...], list[int]]]", processor.generated_ngrams):
@@ -182,13 +193,12 @@ def _source_of(processor: Any, vocabulary: int) -> Tensor | None:
 
 
 def fill_of(loop: Literal["beam", "sample"], config: Any) -> int:
-    """The token behind the end of a sequence."""
+    """Return the token that fills sequences after their end."""
     eos, pad = compat.eos_tokens(config), compat.pad_token(config)
     if loop == "sample":
         return -1 if pad is None else int(pad)
-    return (
-        -1 if eos is None else int(pad or eos[0])
-    )  # as stock has it, a padding id of 0 counts as none
+    # As in transformers, a padding id of 0 counts as none.
+    return -1 if eos is None else int(pad or eos[0])
 
 
 def stop_of(criteria: Sequence[Any]) -> Stop:
@@ -215,16 +225,17 @@ def stop_of(criteria: Sequence[Any]) -> Stop:
 _COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences", "top_k")
 
 _NO_END = 2**62
-"""The length of texts without one, which would be infinite."""
+"""Maximum length of texts whose length is not limited."""
 
 
 def bounded(loop: Literal["beam", "sample"], config: Any, criteria: Sequence[Any]) -> Any:
-    """A generation config whose counts are integers of Python's, and whose length is that at which texts end.
+    """Return a generation config with Python integers as counts and the length at which texts end.
 
-    Samples end where criteria say so, a caller's own before the config's, and at the first length that is no less.
+    With sampling, `MaxLengthCriteria` determine that length, rounded up; the config's `max_length`
+    counts only if there are none.
 
     Raises:
-        TypeError: a length of beams is a fraction, as in stock.
+        TypeError: `max_length` of a beam search is not an integer, as in transformers.
     """
     if loop == "beam":
         longest = operator.index(config.max_length)
@@ -254,13 +265,16 @@ def bounded(loop: Literal["beam", "sample"], config: Any, criteria: Sequence[Any
 
 
 def known(criteria: Sequence[Any]) -> str | None:
-    """None when the criteria look at a row's newest token and the length alone, else the name of one that does not."""
+    """Return the class name of a criterion that is not known to be row-wise, or None.
+
+    The known ones depend on a row's newest token, the length and the time only.
+    """
     kinds = (sc.EosTokenCriteria, sc.MaxLengthCriteria, sc.MaxTimeCriteria)
     return next((type(c).__name__ for c in criteria if kind_of(c) not in kinds), None)
 
 
 def _reaches(criterion: Any) -> Callable[[int], bool]:
-    # Asked with an empty row of that length, as the criterion also warns of lengths that the model was not made for.
+    # Call the criterion with a dummy row: it also warns of lengths that the model was not made for.
     probe = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     return lambda length: bool(criterion(probe.expand(1, length), None))
 

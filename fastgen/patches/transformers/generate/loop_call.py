@@ -1,4 +1,4 @@
-"""A call of `generate` as it comes to a decoding loop."""
+"""Call of `generate` as its decoding loop gets it."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -18,12 +18,14 @@ from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 
 @dataclass
 class Call:
-    """What `generate` hands to one of its loops.
+    """Arguments that `generate` passes to one of its loops, with the caller's requests.
 
     Attributes:
-        scored: whether the caller takes `Scored` sequences.
-        wanted: whether somebody waits for a sentence, by its number; None where nobody leaves.
-        on_tokens: hears the tokens of each sentence; None where nobody does.
+        input_ids: (R, P) int64, the prompt of each row.
+        config: The generation config, as `bounded` returns it.
+        scored: Whether the call returns `Scored` sequences.
+        wanted: Returns whether a sentence, by number, is not cancelled; None if none ever is.
+        on_tokens: Called with the new tokens of each sentence; or None.
     """
 
     model: Any
@@ -40,15 +42,20 @@ class Call:
 
     @property
     def trace(self) -> Trace:
-        wanted = self.config.return_dict_in_generate
+        """An empty trace of the tensors that the call returns."""
+        as_dict = self.config.return_dict_in_generate
         return Trace(
-            scores=[] if wanted and self.config.output_scores else None,
-            logits=[] if wanted and self.config.output_logits else None,
+            scores=[] if as_dict and self.config.output_scores else None,
+            logits=[] if as_dict and self.config.output_logits else None,
             chosen=[] if self.scored else None,
         )
 
     def certain(self, beams: int) -> Certain | None:
-        """What tells the tokens of a beam search, if somebody hears them."""
+        """Return what reports the final tokens of a beam search; None if nothing listens.
+
+        Args:
+            beams: M.
+        """
         (rows, prompt), streamer, on_tokens = self.input_ids.shape, self.streamer, self.on_tokens
         if streamer is not None:
             return Certain(lambda number, place, tokens: streamer.put(tokens), 1, prompt)
@@ -63,18 +70,22 @@ class Call:
         )
 
     def widened(self, rows: int) -> "Call":
-        """The same call with so many rows in the place of each."""
-        given = dict(self.model_kwargs)
-        if given.get("encoder_outputs") is not None:
-            given["encoder_outputs"] = copy.copy(
-                given["encoder_outputs"]
-            )  # which is changed in place
-        ids, given = compat.expand(self.model, rows, self.input_ids, given)
-        return replace(self, input_ids=ids, model_kwargs=given)
+        """Return the call with every row repeated `rows` times."""
+        kwargs = dict(self.model_kwargs)
+        if kwargs.get("encoder_outputs") is not None:
+            # `expand` changes it in place.
+            kwargs["encoder_outputs"] = copy.copy(kwargs["encoder_outputs"])
+        ids, kwargs = compat.expand(self.model, rows, self.input_ids, kwargs)
+        return replace(self, input_ids=ids, model_kwargs=kwargs)
 
     def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:
-        given = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
-        stepper = SharedStepper(*given, step) if plan.shared else Stepper(*given)
+        """Return what runs the decode steps of a plan.
+
+        Args:
+            step: The fused decode step; None if the model's own modules run the steps.
+        """
+        arguments = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
+        stepper = SharedStepper(*arguments, step) if plan.shared else Stepper(*arguments)
         if self.config.return_dict_in_generate and (
             self.config.output_hidden_states or self.config.output_attentions
         ):

@@ -1,4 +1,4 @@
-"""A transformers model that makes decode steps through its own forward, as the toolkit's own loops do."""
+"""Decode steps of a transformers model through its own forward, as in transformers' own loops."""
 
 import time
 from collections.abc import Mapping
@@ -16,10 +16,17 @@ from fastgen.patches.transformers.generate.report import CallReport
 
 
 class Stepper:
-    """A model and the keyword arguments of its forward at B * M rows, among them the toolkit's own cache, if any.
+    """Runs prefill and decode steps of a model at B * M rows, over the toolkit's own cache, if any.
 
     Args:
-        input_ids: (B * M, P). model_kwargs: as `generate` hands them to its loop, expanded to B * M rows.
+        plan: The plan of the call.
+        input_ids: (B * M, P) int64.
+        model_kwargs: Arguments of the model's forward, as `generate` passes them to its loop: at
+            B * M rows.
+
+    Attributes:
+        outputs: Attentions and hidden states of each forward, if the call returns them.
+        last_hidden: (R or B, P or 1, C), last hidden states, if the forward returns them.
     """
 
     def __init__(
@@ -33,48 +40,54 @@ class Stepper:
         self.model, self.plan, self.config = model, plan, generation_config
         self.input_ids, self.kwargs = input_ids, model_kwargs
         self.outputs: list[Any] | None = None
-        self.last_hidden: Tensor | None = (
-            None  # (R or B, P or 1, C), where the forward is asked for it
-        )
+        self.last_hidden: Tensor | None = None
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
-        self._joined = 0  # of them, those made together with steps of other calls
-        self._rows, self._peak = plan.rows, 0  # present rows; bytes of the cache before rows left
+        self._joined = 0  # number of steps that ran jointly with steps of other calls
+        self._rows, self._peak = plan.rows, 0  # rows in the batch; peak bytes of the cache
 
     @property
     def joinable(self) -> bool:
-        """Whether steps can be made together with those of others by now."""
+        """Whether the next steps can run jointly with those of other calls."""
         return False
 
     @property
     def returned_cache(self) -> Any:
-        """The KV cache that the toolkit's loop would return."""
+        """KV cache that the toolkit's loop would return."""
         return compat.cache_of(self.kwargs)
 
     @property
     def hidden(self) -> Tensor:
-        """What the model's head has read last, (R, 1, C); behind the prompt (R or B, P, C)."""
+        """Newest input of the model's head: (R, 1, C); after prefill (R or B, P, C)."""
         assert self.last_hidden is not None
         return self.last_hidden
 
     @property
     def ancestry(self) -> Ancestry | None:
-        """What `reorder` changes, if there is such a table and nothing else."""
+        """Ancestry table, if it is the only state that `reorder` changes; None otherwise."""
         return None
 
     def prefill(self) -> Tensor:
+        """Run the prompt and return the logits (R, V) fp32 of the first new token.
+
+        Raises:
+            ValueError: The method is a beam search, and prefill left no cache.
+        """
         logits = self._taken(compat.prefill(self.model, self.input_ids, self.config, self.kwargs))
         if "beam" in self.plan.method and self.kwargs.get(CACHE, self) is None:
-            raise ValueError(  # as the toolkit's loop does, where a prompt in chunks leaves no cache
-                f"{type(self.model).__name__} cannot use beam search with a cache currently, as the cache cannot be "
-                "reordered"
+            # As in the toolkit's loop: a chunked prefill may leave no cache.
+            raise ValueError(
+                f"{type(self.model).__name__} cannot use beam search with a cache currently, "
+                "as the cache cannot be reordered"
             )
         return logits
 
     def step(self, ids: Tensor) -> Tensor:
+        """Run the newest token of ids (R, L) and return logits (R, V) fp32."""
         self._note_step(ids)
         return self._taken(self._forward(ids))
 
     def reorder(self, parents: Tensor) -> None:
+        """Make row b * M + m continue beam parents[b, m]; parents is (B, M) int64."""
         cache = compat.cache_of(self.kwargs)
         if cache is not None:
             cache.reorder_cache(
@@ -85,6 +98,7 @@ class Stepper:
             )
 
     def keep(self, sentences: Tensor) -> None:
+        """Keep only the given sentences of the batch, (N,) int64 indices."""
         rows = self._rows_of(
             sentences, torch.arange(self.plan.beams, device=sentences.device, dtype=torch.int64)
         )
@@ -93,10 +107,13 @@ class Stepper:
         self.keep_cache(sentences, rows)
 
     def hand_back(self) -> None:
-        """Leave a cache that the caller gave as the toolkit's loop leaves it, once that is over: as it is, here."""
+        """Leave a user-provided cache as the toolkit's loop would, once the loop is over.
+
+        Nothing to do here: the steps wrote to it directly.
+        """
 
     def report(self) -> CallReport:
-        """What this call did; to be asked when it has ended."""
+        """Return the report of the call; to be called after its end."""
         times = [began for _, began in self._began] + [time.perf_counter()]
         steps = [(rows, times[i + 1] - times[i]) for i, (rows, _) in enumerate(self._began)]
         return CallReport(self.plan, *self._kv_bytes(), steps, self._joined)
@@ -112,29 +129,36 @@ class Stepper:
         return self.model(**inputs, return_dict=True)
 
     def keep_arguments(self, rows: Tensor) -> None:
-        """Keep what the model's forward is given of these rows."""
+        """Keep only the given rows of the forward's arguments."""
         self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
 
     def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
-        """Keep what the cache holds of these sentences, which are `rows` in a cache by rows."""
+        """Keep only the given sentences in the cache.
+
+        Args:
+            sentences: (N,) int64.
+            rows: (N * M,) int64, their rows.
+        """
         cache = compat.cache_of(self.kwargs)
         if cache is not None:
             self._peak = max(self._peak, nbytes(cache))
             cache.batch_select_indices(rows)
 
     def _kv_bytes(self) -> tuple[int, int]:
-        """The most bytes of keys and values there were, and those that the toolkit's loop would have by now."""
+        """Return peak bytes of keys and values, and bytes that the toolkit's loop would use now."""
         by_now = nbytes(compat.cache_of(self.kwargs))
         return max(self._peak, by_now), by_now // max(self._rows, 1) * self.plan.rows
 
     def _rows_of(self, sentences: Tensor, beams: Tensor) -> Tensor:
-        """Return (N * M,), the rows of beams (M,) or (N, M) of sentences (N,)."""
+        """Return the rows (N * M,) of beams (M,) or (N, M) of sentences (N,)."""
         return (sentences[:, None] * self.plan.beams + beams).flatten()
 
     def _taken(self, outputs: Any, repeat: int = 1) -> Tensor:
-        """Note what the next step needs and return the logits (R, V) fp32 of the last token.
+        """Update the arguments for the next step, and return the last token's logits (R, V) fp32.
 
-        repeat: how many rows each row of the outputs stands for.
+        Args:
+            outputs: What the model's forward returned.
+            repeat: Number of rows that each row of the outputs stands for.
         """
         self.kwargs = compat.arguments_of_next(self.model, outputs, self.kwargs)
         if self.kwargs.get("output_hidden_states"):
@@ -144,7 +168,7 @@ class Stepper:
             self.last_hidden = outputs[name][-1]
         if self.outputs is not None:
             self.outputs.append({name: _repeat(repeat, outputs.get(name)) for name in _OBSERVED})
-        # A copy of the last token's where there are more, as a view would keep those of the whole text.
+        # With several tokens, copy the last one's logits: a view would keep all logits alive.
         several = outputs.logits.shape[1] > 1
         logits = outputs.logits[:, -1].to(
             dtype=torch.float32, device=self.input_ids.device, copy=several
@@ -173,7 +197,7 @@ def _select(rows: Tensor, value: Any) -> Any:
 
 
 def _repeat(m: int, value: Any) -> Any:
-    """Expand what the prompt's forward returned at B rows to B * M rows."""
+    """Expand an output of prefill from B to B * M rows."""
     if m == 1 or value is None:
         return value
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What a loop of ours hands to `generate`: its search, and what makes the output of it."""
+"""Output of fastgen's decoding loops, in the form that `generate` returns."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,13 @@ from fastgen.patches.transformers.generate.module_stepper import Stepper
 
 @dataclass
 class Decoding:
-    """A loop: its search, what makes `generate`'s output of it, and what transformers runs it in."""
+    """A decoding loop.
+
+    Attributes:
+        search: The search.
+        output: Builds the output of `generate` once the search is over.
+        around: Returns the context manager that the loop runs in.
+    """
 
     search: Search[Tensor]
     output: Callable[[], Any]
@@ -24,24 +30,24 @@ class Decoding:
 
 
 def fields(call: Call, model: Stepper, trace: Trace) -> dict[str, Any]:
-    """The fields that all of `generate`'s outputs have."""
+    """Return the fields that all output classes of `generate` share."""
     config, encoder_decoder = call.config, call.model.config.is_encoder_decoder
 
     def of_steps(name: str, wanted: bool) -> tuple[Any, ...] | None:
         return tuple(outputs[name] for outputs in model.outputs or ()) if wanted else None
 
-    found: dict[str, Any] = {
+    output: dict[str, Any] = {
         "scores": None if trace.scores is None else tuple(trace.scores),
         "logits": None if trace.logits is None else tuple(trace.logits),
         CACHE: model.returned_cache,
     }
     if not encoder_decoder:
-        return found | {
+        return output | {
             "attentions": of_steps("attentions", config.output_attentions),
             "hidden_states": of_steps("hidden_states", config.output_hidden_states),
         }
     encoder = call.model_kwargs["encoder_outputs"]
-    return found | {
+    return output | {
         "encoder_attentions": encoder.get("attentions") if config.output_attentions else None,
         "encoder_hidden_states": encoder.get("hidden_states")
         if config.output_hidden_states
@@ -53,5 +59,5 @@ def fields(call: Call, model: Stepper, trace: Trace) -> dict[str, Any]:
 
 
 def vocabulary(model: Any) -> int:
-    """How many tokens a model's text has."""
+    """Return the vocabulary size of a model's text config."""
     return int(model.config.get_text_config(decoder=True).vocab_size)

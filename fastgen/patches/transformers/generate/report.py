@@ -1,4 +1,4 @@
-"""What accelerated calls did: counted for `status`, and the last one as it is, for measurements."""
+"""Reports of accelerated calls: counts for `status`, and the newest report for benchmarks."""
 
 from dataclasses import dataclass, field
 
@@ -9,13 +9,14 @@ from fastgen.patches.transformers import TOOLKIT
 
 @dataclass
 class CallReport:
-    """One accelerated call.
+    """Report of one accelerated call.
 
     Attributes:
-        plan: what it ran.
-        kv_bytes: peak bytes of keys and values in use; stock_kv_bytes: what the toolkit's cache would have used.
+        plan: The plan that it ran.
+        kv_bytes: Peak bytes of keys and values in use.
+        stock_kv_bytes: Bytes that the toolkit's cache would have used.
         steps: (rows in the batch, seconds) of each decode step.
-        joined: how many of the steps were made together with those of other batches.
+        joined: Number of steps that ran jointly with steps of other calls.
     """
 
     plan: Plan
@@ -29,7 +30,7 @@ _last: CallReport | None = None
 
 
 def last_call() -> CallReport | None:
-    """The newest accelerated call, or None."""
+    """Return the report of the newest accelerated call, or None."""
     return _last
 
 
@@ -39,7 +40,8 @@ def note_served(
     """Count a call that fastgen's loop has served.
 
     Args:
-        patch: whose loop it was. left_off: what the call did without beside what its plan says.
+        patch: Name of the patch that ran the loop.
+        left_off: Features that the call ran without, besides those of its plan, with reasons.
     """
     global _last
     _last, plan = report, report.plan

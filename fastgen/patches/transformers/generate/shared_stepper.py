@@ -1,4 +1,4 @@
-"""A transformers model that makes decode steps over the shared cache."""
+"""Decode steps of a transformers model over the shared cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,17 +45,28 @@ from fastgen.patches.transformers.generate.report import CallReport
 
 
 class SharedStepper(Stepper):
-    """A stepper whose prompt runs at B rows, and whose decode steps find their keys and values in a `SharedCache`.
+    """Stepper whose prefill runs at B rows and whose decode steps use a `SharedCache`.
 
-    A model that does not take all its keys from there, as a changed forward might not, shows so in the first step.
-    From then on the call goes on without the shared cache.
+    The first decode step shows whether the model takes all its keys from the shared cache. If it
+    does not, as may happen with a changed forward, the call continues without the shared cache.
 
-    Where the model's steps can be made from its weights, they are. The very first one is made both ways and compared.
-    Of modules that compute attention themselves, the own forward then runs with the first beam of each sentence, to
-    which the shared cache looks like one without beams.
+    With a fused step, decode steps bypass the model's modules. The first step of a model runs both
+    ways and the results are compared. Modules that compute attention themselves then run with the
+    first beam of each sentence, for which the shared cache looks like one without beams.
 
     Args:
-        step: the one from the weights; None where there is none.
+        plan: The plan of the call.
+        input_ids: (B * M, P) int64.
+        model_kwargs: Arguments of the model's forward, at B * M rows.
+        step: The fused decode step; None if the model's own modules run the steps.
+
+    Attributes:
+        cache: The shared cache; None once the call continues without it.
+        of_weights: The fused decode step, or None.
+        fused: The fused steps after prefill; None if the model's own modules run them.
+        captured: Capture of the modules' steps; None if they are not captured.
+        alone: Whether the modules cannot run over the shared cache with several beams.
+        first_proven: Outcome of the equivalence check of fused prefill; None if it has not run.
     """
 
     def __init__(
@@ -82,36 +93,35 @@ class SharedStepper(Stepper):
         self.of_weights = step
         self.fused: FusedDecoder | None = None
         self.captured: CapturedModules | None = None
-        self._behind = (
-            0  # replayed steps of modules, which the arguments of the next one do not know of yet
-        )
+        self._behind = 0  # replayed steps that `kwargs` do not count yet
         self.alone = plan.beams > 1 and has_own_attention(model)
-        self.first_proven = (
-            None if step is None else first_outcome(step)
-        )  # of the text's first token
+        self.first_proven = None if step is None else first_outcome(step)
 
     @property
     def returned_cache(self) -> Any:
         return super().returned_cache if self.cache is None else self.cache.as_stock()
 
     def hand_back(self) -> None:
-        returned = self.config.return_dict_in_generate  # which has done so
+        returned = self.config.return_dict_in_generate  # then `returned_cache` has filled it
         if self.cache is not None and compat.is_user_provided(self.cache.stock) and not returned:
             self.cache.as_stock()
 
     def begin(self) -> bool:
-        """Hold the source's keys and values, and have room for the prompt's one token, which comes as a span.
+        """Skip prefill: compute cross-attention KV, and reserve room for the prompt's only token.
 
-        False where the prompt has to be run. One beam per sentence.
+        That token runs later, as part of a span. Requires one beam per sentence.
+
+        Returns:
+            Whether prefill was skipped; if not, it must run.
         """
         cache, step = self.cache, self.of_weights
         assert cache is not None
         if not (step is not None and self.first_proven and outcome(step)):
             return False
-        given: dict[str, Any] = self.kwargs
-        if not self._is_first_token(cache, step, given):
+        kwargs: dict[str, Any] = self.kwargs
+        if not self._is_first_token(cache, step, kwargs):
             return False
-        states: Tensor = given["encoder_outputs"][0]
+        states: Tensor = kwargs["encoder_outputs"][0]
         _make_room(cache, step, states)
         cache.begin_decoding()
         self.fused = FusedDecoder(step, self.model, cache, self.kwargs)
@@ -138,7 +148,11 @@ class SharedStepper(Stepper):
         return logits
 
     def _prompt(self, cache: SharedCache, kwargs: dict[str, Any]) -> Any:
-        """What the model's own forward returns of the prompt, or what stands in its place; `kwargs`: of B rows."""
+        """Run prefill and return the outputs of the model's forward, or equivalent fused outputs.
+
+        Args:
+            kwargs: Arguments of the forward, at B rows.
+        """
         step, ids = self.of_weights, self.input_ids[:: self.plan.beams]
         if step is None or not self._is_first_token(cache, step, kwargs):
             return compat.prefill(self.model, ids, self.config, kwargs)
@@ -154,33 +168,39 @@ class SharedStepper(Stepper):
             )
         outputs: Any = compat.prefill(self.model, ids, self.config, kwargs)
         if self.first_proven is None:
-            found = tried(lambda: first_token.all_made(step, ids[:, 0], states, mask), step.dtype)
+            attempt = tried(lambda: first_token.all_made(step, ids[:, 0], states, mask), step.dtype)
             own = [
                 each
                 for layer in (*cache.text, *cache.source)
                 for each in (layer.keys, layer.values)
             ]
-            first_verdict(step, found, [outputs.logits[:, -1], *own])
+            first_verdict(step, attempt, [outputs.logits[:, -1], *own])
         return outputs
 
     def _is_first_token(
         self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any]
     ) -> bool:
-        """Whether the prompt is a token behind nothing but a source, of which logits alone are wanted."""
+        """Return whether the prompt is one token after a source and only its logits are needed."""
         states, mask = kwargs.get("encoder_outputs"), kwargs.get("decoder_attention_mask")
         return (
             self.input_ids.shape[1] == 1 and not cache.text and states is not None and mask is None
-            and self.outputs is None and not kwargs.get("output_hidden_states") and first_token.able(step)
-            and getattr(self.config, "prefill_chunk_size", None) is None  # which runs without the source's mask
+            and self.outputs is None and not kwargs.get("output_hidden_states")
+            and first_token.able(step)
+            # Chunked prefill runs without the source's mask.
+            and getattr(self.config, "prefill_chunk_size", None) is None
         )  # fmt: skip
 
     def prove(self, logits: Tensor) -> None:
-        """Behind the prompt, make sure that steps are made from the weights.
+        """After prefill, ensure that decode steps are fused.
 
-        The very first one of a model is made both ways, with the likeliest tokens by logits (R, V), and forgotten.
+        If the model has not passed the equivalence check yet, one step runs both ways with the most
+        likely tokens, and is dropped.
+
+        Args:
+            logits: (R, V), what prefill returned.
 
         Raises:
-            NotFused: they are not, with the reasons.
+            NotFused: They are not; the message has the reasons.
         """
         if self.cache is not None and self.fused is not None and not self.fused.ready:
             cache = self.cache
@@ -208,7 +228,7 @@ class SharedStepper(Stepper):
 
     @property
     def supports_multistep(self) -> bool:
-        """Whether C may make several steps in a row, choices and all."""
+        """Whether C can run several decode steps per call, token selection included."""
         cache, fused = self.cache, self.fused
         return (
             cache is not None
@@ -218,13 +238,26 @@ class SharedStepper(Stepper):
         )
 
     def begin_steps(self, most: int) -> Prepared | None:
-        """Have at most so many of them ready; None where they have to be made one at a time."""
+        """Prepare decode steps for C.
+
+        Args:
+            most: Maximum number of steps.
+
+        Returns:
+            The prepared steps; None if steps must run one at a time.
+        """
         assert self.cache is not None
         assert self.fused is not None
         return self.fused.prepared(self.cache.begin_steps(most))
 
     def end_steps(self, run: int, began: Sequence[float], is_open: bool) -> None:
-        """So many have been made, which began then; is_open: whether slots of the next tokens are open."""
+        """Record the steps that C has run.
+
+        Args:
+            run: Number of steps.
+            began: Start time of each step, in seconds.
+            is_open: Whether the slots of the next tokens are open.
+        """
         assert self.cache is not None
         self._began += [(self.cache.rows, second) for second in began]
         self.cache.end_steps(run, is_open)
@@ -243,24 +276,27 @@ class SharedStepper(Stepper):
 
     @property
     def decoders(self) -> list[DecoderStep]:
+        """Fused steps that make up one decode step."""
         assert self.fused is not None
         return [self.fused.step]
 
     @property
     def longest(self) -> int:
+        """Maximum number of tokens of a text."""
         assert self.fused is not None
         return self.fused.longest
 
     def is_replayed(self, rows: int) -> bool:
+        """Return whether the next step, of `rows` rows, is captured or replayed."""
         assert self.fused is not None
         return self.fused.replay is not None and self.fused.replay.able(rows)
 
     def begin_step(self, ids: Tensor) -> list[Context]:
-        """Open a step of the newest token of ids (R, L), which is made together with those of others."""
+        """Open a step for the newest token of ids (R, L), to run jointly with other calls."""
         return [self._joined_with(ids).context()]
 
     def open_step(self, ids: Tensor) -> list[Opened]:
-        """The same, for a step that is captured."""
+        """Open a step as `begin_step` does, but for capture and replay."""
         return [self._joined_with(ids).open(ids)]
 
     def _joined_with(self, ids: Tensor) -> FusedDecoder:
@@ -272,7 +308,7 @@ class SharedStepper(Stepper):
         return self.fused
 
     def end_step(self, results: Sequence[Result]) -> Tensor:
-        """Return the logits (R, V) of a step that was made together with those of others."""
+        """Return the logits (R, V) of a step that ran jointly with those of other calls."""
         assert self.fused is not None
         logits = results[0][0]
         return logits.float() if self.fused.replay is None else logits
@@ -296,33 +332,37 @@ class SharedStepper(Stepper):
         if self.cache is None:
             return super()._forward(ids)
         self._catch_up()
-        first, given = len(self._began) == 1, self.kwargs
+        first, kwargs = len(self._began) == 1, self.kwargs
         self.cache.begin_step()
         if self.fused is None:
-            return self._of_module(self.cache, ids, given, first)
+            return self._of_module(self.cache, ids, kwargs, first)
         fused = self.fused
-        found = trial(lambda: fused(ids), self.cache.text, fused.step.dtype)
-        outputs = self._of_module(self.cache, ids, given, first)
-        reason = verdict(fused.step, found, outputs.logits[:, -1])
+        attempt = trial(lambda: fused(ids), self.cache.text, fused.step.dtype)
+        outputs = self._of_module(self.cache, ids, kwargs, first)
+        reason = verdict(fused.step, attempt, outputs.logits[:, -1])
         fused.ready = reason is None
         if reason is not None and self.plan.fused:
             self._leave_fused(reason)
         return outputs
 
     def _first_alone(self, cache: SharedCache, ids: Tensor) -> Tensor:
-        """The first step, where modules cannot make it over the shared cache: from the weights, or without that."""
+        """Run the first step of a model whose modules cannot use the shared cache.
+
+        It runs fused if that agrees with the model's own forward. Otherwise the call continues
+        without the shared cache.
+        """
         self._note_step(ids)
         if self.fused is not None:
             m, fused = self.plan.beams, self.fused
-            given = {name: _every(m, value) for name, value in self.kwargs.items()}
+            kwargs = {name: _every(m, value) for name, value in self.kwargs.items()}
             with cache.as_of_prompt():
                 inputs = self.model.prepare_inputs_for_generation(
-                    ids[::m], next_sequence_length=1, **given
+                    ids[::m], next_sequence_length=1, **kwargs
                 )
                 own = self.model(**inputs, return_dict=True).logits[:, -1]
             cache.begin_step()
-            found = trial(lambda: fused(ids)[::m], cache.text, fused.step.dtype)
-            reason = verdict(fused.step, found, own)
+            attempt = trial(lambda: fused(ids)[::m], cache.text, fused.step.dtype)
+            reason = verdict(fused.step, attempt, own)
             fused.ready = reason is None
             if reason is None:
                 return fused(ids)
@@ -342,21 +382,21 @@ class SharedStepper(Stepper):
             self.captured = CapturedModules(self.model, self.cache)
 
     def _of_captured(self, cache: SharedCache, captured: CapturedModules, ids: Tensor) -> Tensor:
-        """The logits (R, V) fp32 of a step that is replayed, or made both ways."""
+        """Run a captured step, or run it both ways, and return logits (R, V) fp32."""
         self._note_step(ids)
         cache.begin_step()
-        found = captured(ids, self._catch_up)
-        if found is not None and not captured.doubted:
+        logits = captured(ids, self._catch_up)
+        if logits is not None and not captured.doubted:
             for layer in cache.text:
                 layer.note_step()
             self._behind += 1
-            return found
+            return logits
         outputs = self._of_module(cache, ids, self._catch_up(), first=False)
-        captured.judge(found, outputs.logits[:, -1])
+        captured.judge(logits, outputs.logits[:, -1])
         return self._taken(outputs)
 
     def _catch_up(self) -> dict[str, Any]:
-        """The arguments of the forward, with the tokens of replayed steps counted."""
+        """Return the arguments of the forward, updated for the steps that were replayed."""
         for _ in range(self._behind):
             self.kwargs = compat.arguments_of_next(self.model, BaseModelOutput(), self.kwargs)
         self._behind = 0
@@ -365,7 +405,12 @@ class SharedStepper(Stepper):
     def _of_module(
         self, cache: SharedCache, ids: Tensor, given: dict[str, Any], first: bool
     ) -> Any:
-        """The outputs of the model's own forward."""
+        """Run the model's own forward over the shared cache and return its outputs.
+
+        Args:
+            given: Arguments of the forward before the step.
+            first: Whether this is the first step, which shows whether the model uses the cache.
+        """
         ancestry = cache.ancestry
         if ancestry is None:
             return super()._forward(ids)
@@ -379,12 +424,13 @@ class SharedStepper(Stepper):
             self._go_on_unshared(cache, given)
             return super()._forward(ids)
         if first and cache.source and self.kwargs.get("attention_mask") is not None:
-            # Made once: to see that nothing is padded, transformers would wait for the device in every step.
+            # Reuse the prepared mask. To detect that nothing is padded, transformers would
+            # synchronize with the device in every step.
             self.kwargs["attention_mask"] = attention.source_mask
         return outputs
 
     def _go_on_unshared(self, cache: SharedCache, kwargs: dict[str, Any]) -> None:
-        """Drop what the first step has written, and go on from its arguments with the cache of the toolkit's own."""
+        """Drop what the first step has written, and continue with the toolkit's own cache."""
         refused.add(self.model)
         self._leave_shared(cache, kwargs, computes_alone(self.model))
 
@@ -397,7 +443,7 @@ class SharedStepper(Stepper):
         self.plan = replace(self.plan, shared=False, fused=False, graphs=False, left_off=left_off)
 
     def keep_arguments(self, rows: Tensor) -> None:
-        if self.joinable:  # the forward will not run again
+        if self.joinable:  # the model's forward will not run again
             self.kwargs = {}
         else:
             super().keep_arguments(rows)
@@ -417,7 +463,11 @@ class SharedStepper(Stepper):
 
 
 def _make_room(cache: SharedCache, step: DecoderStep, states: Tensor) -> None:
-    """Hold the keys and values of an encoder's output (B, S, C), and have room for those of the text's first token."""
+    """Compute and store cross-attention KV, and reserve room for the first token's KV.
+
+    Args:
+        states: (B, S, C), the encoder's output.
+    """
     for layer, kept in enumerate(first_token.source_of(step, states)):
         cache.keep_source(layer, *kept)
     for layer, kept in enumerate(first_token.room_of(step, len(states))):
@@ -425,13 +475,12 @@ def _make_room(cache: SharedCache, step: DecoderStep, states: Tensor) -> None:
 
 
 def _every(m: int, value: Any) -> Any:
-    """Undo the expansion of `generate`: every m-th row of a tensor, and of the tensors in a mapping."""
+    """Undo the expansion of `generate`: take every m-th row of a tensor or a mapping of tensors."""
     if m == 1:
         return value
     if isinstance(value, Tensor):
-        return value[
-            ::m
-        ].contiguous()  # once, and not in every layer that reads the encoder's output
+        # Copy once here, not in every layer that reads the encoder's output.
+        return value[::m].contiguous()
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
         return cast(Any, type(mapping))(

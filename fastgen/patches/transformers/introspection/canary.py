@@ -1,4 +1,4 @@
-"""Small questions to a transformers newer than tested: does it still generate what we generate?"""
+"""Canary for transformers versions newer than tested: tiny models, with and without fastgen."""
 
 import functools
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "greedy search": {},
     "sampling": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
     "beam search": {"num_beams": 3, "no_repeat_ngram_size": 1},
-    # Many tokens end a text, as the order of drawn candidates shows in which of them finish.
+    # With many end tokens, the order of the drawn candidates decides which hypotheses finish.
     "beam sampling": {
         "num_beams": 3,
         "do_sample": True,
@@ -28,20 +28,23 @@ _SEED = 2
 
 
 def parts() -> dict[str, Callable[[], str | None]]:
-    """Return what is compared, by name: each runs tiny models with fastgen and without, and says what differs."""
-    found: dict[str, Callable[[], str | None]] = {
+    """Return the parts of the canary by name.
+
+    Each runs tiny models with and without fastgen, and returns what differs or None.
+    """
+    by_name: dict[str, Callable[[], str | None]] = {
         part_of(method, encoder_decoder): functools.partial(_tokens_differ, encoder_decoder, method)
         for encoder_decoder in (False, True)
         for method in _METHODS
     }
-    return found | {CACHES: _caches_differ}
+    return by_name | {CACHES: _caches_differ}
 
 
 def agree() -> tuple[bool, str]:
-    """Compare all parts; return whether all agree, and what was compared or what differs."""
-    tried = parts()
-    differing = list(filter(None, (part() for part in tried.values())))
-    return not differing, "; ".join(differing) or f"BART and GPT-2: {len(tried)} parts agree"
+    """Run all parts; return whether all agree, and what was compared or what differs."""
+    all_parts = parts()
+    differing = list(filter(None, (part() for part in all_parts.values())))
+    return not differing, "; ".join(differing) or f"BART and GPT-2: {len(all_parts)} parts agree"
 
 
 def _tokens_differ(encoder_decoder: bool, method: str) -> str | None:
@@ -53,7 +56,7 @@ def _tokens_differ(encoder_decoder: bool, method: str) -> str | None:
 
 
 def _caches_differ() -> str | None:
-    """What is left in a cache that the caller gives, and what comes in the output."""
+    """Compare the contents of a user-provided cache after a call, and the output's fields."""
     from transformers import DynamicCache, EncoderDecoderCache
 
     for encoder_decoder in (False, True):
@@ -62,28 +65,31 @@ def _caches_differ() -> str | None:
 
             def call(model: Any = model, beams: int = beams) -> Any:
                 text = DynamicCache()
-                given = (
+                cache = (
                     EncoderDecoderCache(text, DynamicCache())
                     if model.config.is_encoder_decoder
                     else text
                 )
                 output = model.generate(
                     **_inputs(),
-                    **{CACHE: given},
+                    **{CACHE: cache},
                     num_beams=beams,
                     return_dict_in_generate=True,
                     output_scores=True,
                 )
                 return output, [
                     state
-                    for layer in parts_of(given)[0].layers
+                    for layer in parts_of(cache)[0].layers
                     for state in (layer.keys, layer.values)
                 ]
 
             (ours, kept), (stock, kept_by_stock) = _both(call)
             name = f"{type(model).__name__} with {beams} beams"
             if list(ours) != list(stock) or (cache_of(ours) is None) != (cache_of(stock) is None):
-                return f"the output of {name} has the fields {', '.join(ours)}, and {', '.join(stock)} without fastgen"
+                return (
+                    f"the output of {name} has the fields {', '.join(ours)}, "
+                    f"and {', '.join(stock)} without fastgen"
+                )
             if not torch.equal(ours.sequences, stock.sequences):
                 return f"{name}, which is given a cache, gave other tokens"
             if len(kept) != len(kept_by_stock) or not all(map(_close, kept, kept_by_stock)):
@@ -96,8 +102,8 @@ def _close(ours: Tensor, stock: Tensor) -> bool:
 
 
 def _both(call: Callable[[], Any]) -> tuple[Any, Any]:
-    """Return what a call gives with fastgen and without, from the same random numbers."""
-    untyped = cast(Any, torch)  # its random functions lack types
+    """Return the results of a call with and without fastgen, from the same random seed."""
+    untyped = cast(Any, torch)  # torch's random functions lack type annotations
     with untyped.random.fork_rng(), torch.no_grad():
         untyped.manual_seed(_SEED)
         ours = call()
@@ -116,21 +122,37 @@ def _model(encoder_decoder: bool) -> Any:
         if encoder_decoder:
             model: Any = BartForConditionalGeneration(
                 BartConfig(
-                    vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-                    decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64,
-                    init_std=1.0, forced_eos_token_id=None,
+                    vocab_size=64,
+                    d_model=16,
+                    encoder_layers=1,
+                    decoder_layers=2,
+                    encoder_attention_heads=2,
+                    decoder_attention_heads=2,
+                    encoder_ffn_dim=16,
+                    decoder_ffn_dim=16,
+                    max_position_embeddings=64,
+                    init_std=1.0,
+                    forced_eos_token_id=None,
                 )
-            )  # fmt: skip
+            )
         else:
             model = GPT2LMHeadModel(
-                GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=1.0,
-                           bos_token_id=1, eos_token_id=2)
-            )  # fmt: skip
+                GPT2Config(
+                    vocab_size=64,
+                    n_embd=16,
+                    n_layer=2,
+                    n_head=2,
+                    n_positions=64,
+                    initializer_range=1.0,
+                    bos_token_id=1,
+                    eos_token_id=2,
+                )
+            )
     return model.double().eval()
 
 
 def _inputs() -> dict[str, Any]:
-    """Two sentences, of which one is padded."""
+    """Return two sentences, one of them padded."""
     ids = torch.randint(
         4,
         64,

@@ -1,6 +1,7 @@
-"""What a call of `generate` would run, and the bytes of its keys and values, found without running the model.
+"""`fastgen.explain`: what a call of `generate` would run, and the size of its KV cache.
 
-transformers' own `generate` prepares the call (`prepared`), and `decide` is asked.
+The model does not run: transformers' own `generate` prepares the call (`prepared`), and `decide`
+plans it.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -39,12 +40,14 @@ class Linears:
     """How linear layers would run.
 
     Attributes:
-        routed: how many may run by another product than torch's, where their rows make that the faster one.
-        by: which that is: in C, by oneDNN, or by MKL or oneDNN; and why one of these is left out, if so.
-        packed: whether their weights are copied into a layout of these.
-        packed_bytes: what these copies take at most; they are kept between calls.
-        shortage: why there is no memory for all copies that are not there yet; None where there is.
-        reason: why none is routed.
+        routed: Number of layers that may run another matrix product than torch's, when it is faster
+            for their number of rows.
+        packed: Whether their weights are copied into the layout of that product.
+        packed_bytes: Maximum size of these copies in bytes. They are kept between calls.
+        reason: Why no layer is routed; None if some are.
+        by: Which product runs: in C, by oneDNN, or by MKL or oneDNN; with the reason if a faster
+            one is not used.
+        shortage: Why there is not enough memory for the missing copies; None if there is.
     """
 
     routed: int = 0
@@ -69,16 +72,17 @@ class Linears:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call of `generate` would run. ``print(explanation)`` shows all.
+    """What a call of `generate` would run. ``print(explanation)`` shows everything.
 
     Attributes:
-        call: whose `generate`.
-        plan: what fastgen would run; None where transformers' own loop would.
-        reason: why transformers' own loop would run.
-        kv_bytes, stock_kv_bytes: what keys and values take at the maximal length, with fastgen and with transformers'
-            own cache; None without a plan, and for a cache that is of neither a dynamic nor a static kind.
-        linears: how linear layers would run, with a plan or without.
-        notes: what a plan leaves out and why, and what else to know.
+        call: Class name of the model whose `generate` is called.
+        plan: What fastgen would run; None if transformers' own loop would run.
+        reason: Why transformers' own loop would run; None with a plan.
+        kv_bytes: Size in bytes of keys and values at the maximum length. None without a plan, and
+            for caches that are neither dynamic nor static.
+        stock_kv_bytes: The same with transformers' own cache.
+        linears: How linear layers would run, with or without a plan.
+        notes: Features that the plan disables, with reasons, and other remarks.
     """
 
     call: str
@@ -90,7 +94,7 @@ class Explanation:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain dicts and tuples, which JSON can hold."""
+        """Return the explanation as plain dicts and tuples, ready for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -125,25 +129,29 @@ class Explanation:
 
 
 def explain(model: Any, **generate_kwargs: Any) -> Explanation:
-    """Say what ``model.generate(**generate_kwargs)`` would run, without running it.
+    """Return what ``model.generate(**generate_kwargs)`` would run, without running it.
+
+    Args:
+        model: A transformers model, possibly wrapped by PEFT or torch.compile.
+        generate_kwargs: Arguments of `generate`.
 
     Raises:
-        TypeError: the model cannot generate.
-        Exception: what `generate` raises for these arguments before its decoding loop.
+        TypeError: The model cannot generate.
+        Exception: Whatever `generate` raises for these arguments before its decode loop.
     """
     if not callable(getattr(model, "generate", None)):
         raise TypeError(f"{type(model).__name__} has no generate")
     bare = without_wrappers(model)
     linears = _linears(bare, rows_at_most(bare, (), generate_kwargs))
-    asked = _asked(bare, generate_kwargs)
+    drafting = _asked(bare, generate_kwargs)
     try:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise Unsupported("PEFT's prompt learning prepares the call in a way of its own")
-        if asked is not None:
+        if drafting is not None:
             _check_patch("transformers.sample")
-            return _of_two_models(bare, asked, linears, generate_kwargs)
+            return _of_two_models(bare, drafting, linears, generate_kwargs)
         prepared = prepare(bare, model, generate_kwargs)
-        with torch.no_grad():  # as `generate` calls its loops
+        with torch.no_grad():  # as in `generate`
             plan, _ = decide(
                 bare,
                 prepared.loop,
@@ -171,18 +179,18 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
 
 
 def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.DraftingRequest | None:
-    """What a call says of big-little decoding, which is taken out of its arguments; None where it is another call."""
+    """Remove big-little decoding from a call's arguments; return its request, or None."""
     if (options := bild_call.options_of(bare, kwargs)) is None:
         return None
-    asked = bild.DraftingRequest(bare, options)
-    asked.note_inputs(kwargs, kwargs.get("generation_config"))
-    return asked
+    request = bild.DraftingRequest(bare, options)
+    request.note_inputs(kwargs, kwargs.get("generation_config"))
+    return request
 
 
 def _of_two_models(
     bare: Any, asked: bild.DraftingRequest, linears: Linears, kwargs: dict[str, Any]
 ) -> Explanation:
-    """What big-little decoding would run; it raises what the call would."""
+    """Return what a call with big-little decoding would run; raises what the call would raise."""
     try:
         prepared, small = prepare(bare, bare, kwargs), asked.options.small
     except Unsupported as unsupported:
@@ -194,24 +202,24 @@ def _of_two_models(
     with torch.no_grad():
         plan, step = bild.planned(call, prepared.loop)
         if asked.options.layers is not None:
-            early_exit(step, asked.options.layers)  # which raises where there is no such layer
+            early_exit(step, asked.options.layers)  # raises if there is no such layer
         models = [(bare, prepared, plan)]
         if small is not None:
-            given = {
+            small_kwargs = {
                 "generation_config": bild.settings_of_small(prepared.config),
                 **bild.inputs_of_small(asked),
             }
-            of_small = prepare(small, small, given)
-            models.append((small, of_small, bild.planned(_call(small, of_small))[0]))
-    found = [_kv_bytes(*each) for each in models]
-    ours, stock = (None if None in each else sum(each) for each in zip(*found, strict=True))
+            prepared_small = prepare(small, small, small_kwargs)
+            models.append((small, prepared_small, bild.planned(_call(small, prepared_small))[0]))
+    sizes = [_kv_bytes(*each) for each in models]
+    ours, stock = (None if None in each else sum(each) for each in zip(*sizes, strict=True))
     drafts = (
         f"{type(small).__name__} drafts"
         if small is not None
         else f"the first {asked.options.layers} layers draft"
     )
     if prepared.loop == "beam":
-        plan = replace(plan, drop=False)  # all that has been drafted stays until the end
+        plan = replace(plan, drop=False)  # sentences stay in the batch until the end
     else:
         plan = replace(plan, method="big-little decoding")
     return Explanation(
@@ -236,10 +244,10 @@ def _call(model: Any, prepared: Prepared) -> Call:
 
 
 def _check_patch(name: str) -> str:
-    """Return what `status` says of an applied patch.
+    """Return the note of `status` on an applied patch.
 
     Raises:
-        Unsupported: it is not in place.
+        Unsupported: The patch is not applied, or disabled in this context.
     """
     row = engine.status()[name]
     if row.state != "applied":
@@ -268,14 +276,18 @@ def _linears(model: Any, rows: int | None) -> Linears:
 
 
 def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:
-    """What keys and values take at the maximal length, with the cache of the plan and with transformers' own."""
+    """Return the KV cache sizes in bytes at the maximum length: the plan's and transformers' own.
+
+    Both are None for caches that are neither dynamic nor static.
+    """
     text = model.config.get_text_config(decoder=True)
     layers: int = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
-    one = getattr(text, "multi_query", False) and not getattr(
+    # Falcon's attribute names.
+    one_head = getattr(text, "multi_query", False) and not getattr(
         text, "new_decoder_architecture", False
-    )  # Falcon's names
+    )
     heads: int = (
-        1 if one else getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        1 if one_head else getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     )
     dim: int = (
         getattr(text, "head_dim", None)
@@ -287,11 +299,11 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
     if model.config.is_encoder_decoder:
         source = prepared.kwargs["encoder_outputs"][0].shape[1]
         if (layout := LAYOUTS.get(model.config.model_type)) is not None and layout.source_in_text:
-            source -= 1  # the text is that of source and target, and its start token is not run
+            source -= 1  # source and target are one text, whose start token does not run
     elif prepared.kwargs.get("inputs_embeds") is not None:
         prompt = prepared.kwargs["inputs_embeds"]
     cache = compat.cache_of(prepared.kwargs)
-    # The last token is chosen but never run.
+    # The last token is selected but never run through the model.
     prefix = prompt.shape[1] + held_before(
         model, prepared.input_ids, prepared.config, prepared.kwargs
     )
@@ -307,7 +319,7 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
 
 
 def _held(cache: Any, layers: int, length: int) -> int:
-    """Tokens of a text that the layers of a dynamic or static cache hold, all together."""
+    """Return the tokens that a dynamic or static cache holds of a text, summed over its layers."""
     present: list[Any] = cache.layers
     if isinstance(cache, StaticCache):
         return sum(layer.max_cache_len for layer in present)

@@ -1,4 +1,7 @@
-"""FASTGEN_PARITY=1: each call of `generate` runs both ways, outputs are compared, and the toolkit's own is returned."""
+"""Parity mode, ``FASTGEN_PARITY=1``: runs each call of `generate` with and without fastgen.
+
+The outputs are compared, and the toolkit's own output is returned.
+"""
 
 import copy
 import inspect
@@ -27,23 +30,31 @@ _said: set[str] = set()
 
 
 class ParityError(RuntimeError):
-    """With ``FASTGEN_STRICT=1``: the two ways gave different outputs, and by more than a near tie."""
+    """Raised with ``FASTGEN_STRICT=1`` when the outputs differ by more than a near tie."""
 
 
 class ParityWarning(UserWarning):
-    """The two ways gave different outputs; given once for each divergence."""
+    """Warning that the outputs differ, shown once for each divergence."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two outputs part, in words, and whether rounding alone can be the cause."""
+    """A difference between two outputs.
+
+    Attributes:
+        text: Description of the first difference.
+        near_tie: Whether rounding alone can be the cause.
+    """
 
     text: str
     near_tie: bool = False
 
 
 def wanted() -> bool:
-    """Whether a call that begins here is to run both ways: the outermost one of a context, and no canary's."""
+    """Return whether a call that starts now runs both ways.
+
+    Only the outermost call of a context does, and only outside of canaries.
+    """
     return settings().parity and engine.current_plan.get() is None and not engine.asking()
 
 
@@ -54,14 +65,24 @@ def both_ways(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run ``accelerated(original, model, ...)``, then ``original(model, ...)``; report what differs.
+    """Run ``accelerated(original, model, ...)`` and ``original(model, ...)``; report what differs.
 
-    The output is the original's. Both start from the same state of the random number generators, which are left as the
-    original leaves them.
+    Both start from the same state of the random number generators. Afterwards that state is as the
+    original leaves it. A call that cannot be repeated runs only once, accelerated.
+
+    Args:
+        accelerated: fastgen's `generate`, which takes the original as its first argument.
+        original: The toolkit's `generate`.
+        model: The model.
+        args: Positional arguments of `generate`.
+        kwargs: Keyword arguments of `generate`.
+
+    Returns:
+        The output of the original.
 
     Raises:
-        ParityError: ``FASTGEN_STRICT=1`` and the outputs differ.
-        Exception: what the original raises; or, with ``FASTGEN_STRICT=1``, the FallbackError of a fallback.
+        ParityError: The outputs differ and ``FASTGEN_STRICT=1`` is set.
+        Exception: Whatever the original raises; with ``FASTGEN_STRICT=1``, also a FallbackError.
     """
     call = _by_name(original, model, *args, **kwargs)
     if (reason := _reason_not_to_repeat(model, call)) is not None:
@@ -87,7 +108,7 @@ def both_ways(
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The output of a call, or what it raised."""
+    """The output of a call, or the exception it raised."""
 
     output: Any
     error: Exception | None
@@ -100,7 +121,15 @@ class _Outcome:
 
 @dataclass(frozen=True)
 class _Part:
-    """The first difference of tokens: output row, place in it, the token of each way (None beyond the end)."""
+    """The first difference in tokens.
+
+    Attributes:
+        row: Output row.
+        place: Position in the row.
+        stock: The toolkit's token; None beyond its end.
+        ours: fastgen's token; None beyond its end.
+        wanted: fastgen's token ids of the whole row.
+    """
 
     row: int
     place: int
@@ -119,10 +148,10 @@ def _attempt(run: Callable[[], Any]) -> _Outcome:
 
 
 def _by_name(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by their names, without the model.
+    """Return the arguments of a call by name, without the model.
 
     Raises:
-        TypeError: they are not arguments of the function.
+        TypeError: The function does not take these arguments.
     """
     bound = inspect.signature(function).bind(model, *args, **kwargs)
     call = dict(list(bound.arguments.items())[1:])
@@ -133,7 +162,7 @@ def _by_name(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 
 
 def _copied(call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with mappings of their own, as `generate` expands the encoder's outputs in place."""
+    """Copy dict arguments, because `generate` expands the encoder outputs in place."""
     return {
         name: copy.copy(value) if issubclass(type(value), dict) else value
         for name, value in call.items()
@@ -177,7 +206,7 @@ def _set_random_states(model: Any, states: list[Tensor]) -> None:
 
 @contextmanager
 def _restored(model: Any) -> Generator[None]:
-    """Leave the random number generators as they are found."""
+    """Restore the state of the random number generators on exit."""
     states = _random_states(model)
     try:
         yield
@@ -186,7 +215,7 @@ def _restored(model: Any) -> Generator[None]:
 
 
 def _comparable(ours: _Outcome, stock: _Outcome) -> bool:
-    """Whether there are tokens, or an exception, to compare."""
+    """Return whether there are tokens or an exception to compare."""
     return any(
         outcome.error is not None
         or isinstance(outcome.output, Tensor)
@@ -221,33 +250,42 @@ def _first_difference(ours: Any, stock: Any) -> _Part | Divergence | None:
             f"fastgen returned {ours.shape[0]} sequences, transformers {stock.shape[0]}"
         )
     rows: list[tuple[list[int], list[int]]] = list(zip(ours.tolist(), stock.tolist(), strict=True))
-    for row, (mine, theirs) in enumerate(rows):
-        for place in range(max(len(mine), len(theirs))):
-            a, b = (tokens[place] if place < len(tokens) else None for tokens in (mine, theirs))
+    for row, (our_tokens, stock_tokens) in enumerate(rows):
+        for place in range(max(len(our_tokens), len(stock_tokens))):
+            a, b = (
+                tokens[place] if place < len(tokens) else None
+                for tokens in (our_tokens, stock_tokens)
+            )
             if a != b:
-                return _Part(row, place, b, a, mine)
+                return _Part(row, place, b, a, our_tokens)
     raise AssertionError("unequal tensors of equal entries")
 
 
 def _scores_apart(model: Any, ours: Any, stock: Any) -> Divergence | None:
-    """The first score that is another. In low precision beams may swap places, which no token shows."""
+    """Return the first difference in scores, or None.
+
+    In low precision, beams can swap places although the tokens are equal. Per-step scores of a beam
+    search are therefore compared in float64 only.
+    """
     tolerance = 1e-9 if model.dtype == torch.float64 else NEAR_TIE.get(model.dtype, 1e-4)
     per_step = (
         ("scores", "logits") if model.dtype == torch.float64 or "beam_indices" not in stock else ()
     )
     for name in ("sequences_scores", *per_step):
         pairs = [output.get(name) for output in (ours, stock)]
-        mine, theirs = (
+        our_values, stock_values = (
             [value] if isinstance(value, Tensor) else list(value or ()) for value in pairs
         )
-        if len(mine) != len(theirs):
+        if len(our_values) != len(stock_values):
             return Divergence(
-                f"fastgen returned {len(mine)} steps of {name}, transformers {len(theirs)}"
+                f"fastgen returned {len(our_values)} steps of {name}, "
+                f"transformers {len(stock_values)}"
             )
-        for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        for step, (a, b) in enumerate(zip(our_values, stock_values, strict=True)):
             if a.shape != b.shape:
                 return Divergence(
-                    f"{name}: shape {tuple(a.shape)} from fastgen, {tuple(b.shape)} from transformers"
+                    f"{name}: shape {tuple(a.shape)} from fastgen, "
+                    f"{tuple(b.shape)} from transformers"
                 )
             if not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
                 gap = float((a.double() - b.double()).nan_to_num(0.0, math.inf).abs().max())
@@ -260,21 +298,27 @@ def _scores_apart(model: Any, ours: Any, stock: Any) -> Divergence | None:
 def _described(
     model: Any, original: Callable[..., Any], call: dict[str, Any], part: _Part
 ) -> Divergence:
-    """Say where the outputs part, and by how little, from the scores of another run of the toolkit's own code."""
+    """Describe the first difference in tokens and how close the decisions of the search were.
+
+    The margins come from the scores of another run of the toolkit's own code.
+    """
     config: Any = compat.prepare_config(model, call.get("generation_config"), _options(call))
     beams, per_sentence = config.num_beams, config.num_return_sequences
-    tells = {"return_dict_in_generate": True, "output_scores": True}
-    if beams > 1:  # all hypotheses, as the other way's may be among them
-        tells["num_return_sequences"] = beams
+    settings_for_scores = {"return_dict_in_generate": True, "output_scores": True}
+    if beams > 1:  # return all hypotheses, because fastgen's may be among them
+        settings_for_scores["num_return_sequences"] = beams
     try:
-        run = original(model, **_copied(call) | tells)
+        run = original(model, **_copied(call) | settings_for_scores)
     except Exception as error:  # the scores of all steps may not fit into memory
         return Divergence(
             f"{_place(part, per_sentence)}; no scores, as {type(error).__name__} was raised"
         )
     sentence, rank = divmod(part.row, per_sentence)
     row = sentence * max(beams, per_sentence) + rank
-    text = f"{_place(part, per_sentence)}; in transformers' own scores they are {_gap(run, part, row):.1e} apart"
+    text = (
+        f"{_place(part, per_sentence)}; "
+        f"in transformers' own scores they are {_gap(run, part, row):.1e} apart"
+    )
     closest = math.inf
     if not config.do_sample:
         closest = closest_decision(run, row, beams, part.wanted, end_tokens(config.eos_token_id))
@@ -284,7 +328,7 @@ def _described(
 
 
 def _options(call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that may belong to its GenerationConfig."""
+    """Return the arguments of a call that may belong to its GenerationConfig."""
     named = (
         "inputs",
         "generation_config",
@@ -299,11 +343,17 @@ def _place(part: _Part, per_sentence: int) -> str:
     sentence, rank = divmod(part.row, per_sentence)
     sequence = f", sequence {rank}" if per_sentence > 1 else ""
     tokens = ["nothing" if token is None else f"token {token}" for token in (part.stock, part.ours)]
-    return f"sentence {sentence}{sequence}, position {part.place}: transformers has {tokens[0]}, fastgen {tokens[1]}"
+    return (
+        f"sentence {sentence}{sequence}, position {part.place}: "
+        f"transformers has {tokens[0]}, fastgen {tokens[1]}"
+    )
 
 
 def _gap(run: Any, part: _Part, row: int) -> float:
-    """How far apart the two tokens are in the toolkit's scores of that step and of the beam it went on from."""
+    """Return the difference between the scores of the two tokens.
+
+    Both are the toolkit's scores at that step, for the beam that its hypothesis continues.
+    """
     step = part.place - prompt_length(run)
     if part.stock is None or part.ours is None or not 0 <= step < len(run.scores):
         return math.inf
@@ -317,7 +367,7 @@ def _gap(run: Any, part: _Part, row: int) -> float:
 
 
 def _report(model: Any, divergence: Divergence | None, ours: _Outcome) -> None:
-    """Count the outcome; warn or raise where there is something to say."""
+    """Count the outcome, and warn or raise if the outputs differ."""
     if divergence is None:
         engine.compared("equal")
         return

@@ -1,8 +1,9 @@
-"""What `generate` hands to its decoding loop, found without running the model.
+"""Arguments that `generate` passes to its decode loop, found without running the model.
 
-transformers' own `generate` prepares the call, on a copy of the model object that shares everything with the model,
-but whose decoding loops hand back what they are given, and whose encoder hands back a stand-in. Where a `generate`
-comes to its loop several times, the first one counts.
+transformers' own `generate` prepares the call on a probe: a copy of the model object that shares
+all attributes with the model. The decode loops of the probe capture their arguments, and its
+encoder returns placeholder outputs. If `generate` runs its loop several times, the first one
+counts.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from fastgen.patches.transformers.streaming import beam_streamer
 
 @dataclass
 class Prepared:
-    """What `generate` hands to one of its loops."""
+    """The arguments that `generate` passes to one of its decode loops."""
 
     loop: Literal["beam", "sample"]
     input_ids: Tensor
@@ -49,20 +50,24 @@ class Prepared:
 
 
 def without_wrappers(model: Any) -> Any:
-    """The model whose `generate` runs in the end: without PEFT's and torch.compile's wrappers."""
+    """Return the model inside wrappers of PEFT and torch.compile."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
-    """Have `generate` prepare the call.
+    """Let `generate` prepare a call, and return the arguments of its decode loop.
+
+    Args:
+        bare: The model without wrappers.
+        model: The model, possibly wrapped.
+        kwargs: Arguments of `generate`.
 
     Raises:
-        Unsupported: it would not come to a loop that is patched.
+        Unsupported: The call would not reach a decode loop that fastgen patches.
     """
-    if (
-        legacy_search.method_of(Settings(model, kwargs)) is None
-    ):  # these methods decode for any model, or say why not
+    # Legacy methods support any model, or report themselves why they do not.
+    if legacy_search.method_of(Settings(model, kwargs)) is None:
         check_model(bare)
     generate = cast(Any, type(bare)).generate
     if generate is not _MIXIN.generate and not generates_segments(bare):
@@ -77,14 +82,17 @@ def prepare(bare: Any, model: Any, kwargs: dict[str, Any]) -> Prepared:
             generate(_probe(bare, model.generation_config), **_arguments_of(model, kwargs))
     except _Reached as reached:
         return reached.prepared
-    finally:  # which a generate of a model's own may have set, for a call that is not to run
+    finally:  # undo a change of attention by the model's own `generate`
         if compat.attention_of(bare.config) != attention:
             compat.set_attention(bare.config, attention)
     raise Unsupported(f"the generate of {type(bare).__name__} comes to no loop")
 
 
 def generates_segments(bare: Any) -> bool:
-    """Whether a model's own `generate`, which is transformers', calls that of all models for each segment."""
+    """Return whether the model class has a `generate` of its own that decodes segment by segment.
+
+    It must be transformers' code, and calls `GenerationMixin.generate` for each segment.
+    """
     family = family_of(bare.config.model_type)
     generate = cast(Any, type(bare)).generate
     return (
@@ -96,13 +104,13 @@ def generates_segments(bare: Any) -> bool:
 
 
 def _arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate`, of which it may change what it likes."""
+    """Copy the arguments that `generate` modifies, drop PEFT's, and silence the streamer."""
     kwargs = {
         name: value
         for name, value in kwargs.items()
         if name not in getattr(model, "special_peft_forward_args", ())
     }
-    for name in ("encoder_outputs", *compat.CACHE_ARGUMENTS):  # which `generate` changes in place
+    for name in ("encoder_outputs", *compat.CACHE_ARGUMENTS):  # `generate` modifies these in place
         if kwargs.get(name) is not None:
             kwargs[name] = copy.copy(kwargs[name])
     if kwargs.get("streamer") is not None:
@@ -111,14 +119,14 @@ def _arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _probe(model: Any, generation_config: Any) -> Any:
-    """Return a model that shares all of `model`'s attributes, and on which `generate` runs no forward."""
+    """Return a copy of the model that shares its attributes; `generate` runs no forward on it."""
 
     def get_encoder(_: Any, *args: Any, **kwargs: Any) -> _Encoder:
         return _Encoder(model.get_encoder(*args, **kwargs))
 
     def validate(_: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) -> None:
         mode = legacy_search.MODES.get(mode, mode)
-        with contextlib.suppress(Unsupported):  # then transformers says what it refuses
+        with contextlib.suppress(Unsupported):  # transformers' own check then rejects it
             mode_kwargs = beam_streamer.accepted(model, mode, config, mode_kwargs)
         getattr(model, compat.VALIDATE)(mode, config, mode_kwargs)
 
@@ -135,7 +143,8 @@ def _probe(model: Any, generation_config: Any) -> Any:
         "detect_language": _any_language,
         "load_custom_generate": _load_custom_generate,
         compat.REPOSITORY: _repository,
-        # What would compute images' features, extend the prompt by generating, and allocate a static cache's memory.
+        # The originals compute image features, extend the prompt by generating, and allocate the
+        # memory of a static cache.
         compat.ENCODE_IMAGES: _without_images,
         "heal_tokens": _as_they_are,
         compat.STATIC_CACHE_SHAPE: _unknown_shape,
@@ -150,14 +159,14 @@ def _is_repository(method: str) -> bool:
 
 
 class _Reached(Exception):
-    """A loop has been come to."""
+    """Raised by the probe's decode loops with the captured arguments."""
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
 
 
 def _loop(name: str) -> Callable[..., NoReturn]:
-    """Return what takes the place of a loop."""
+    """Return a function that replaces a decode loop and raises `_Reached`."""
 
     def prepared(
         self: Any,
@@ -173,9 +182,9 @@ def _loop(name: str) -> Callable[..., NoReturn]:
             raise Unsupported(f"{name} is not patched")
         legacy_search.check(generation_config)
         if legacy_search.method_of(generation_config) == "contrastive search":
-            given = logits_processor, stopping_criteria, generation_config, synced_gpus, kwargs
-            wide = legacy_loops.widened(Call(self, input_ids, *given))
-            input_ids, kwargs = wide.input_ids, wide.model_kwargs
+            others = logits_processor, stopping_criteria, generation_config, synced_gpus, kwargs
+            widened = legacy_loops.widened(Call(self, input_ids, *others))
+            input_ids, kwargs = widened.input_ids, widened.model_kwargs
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
         loop = _LOOPS[name]
         config = bounded(loop, generation_config, stopping_criteria)
@@ -186,13 +195,12 @@ def _loop(name: str) -> Callable[..., NoReturn]:
     return prepared
 
 
-_MIXIN: Any = GenerationMixin  # whose methods are typed for models that no class of transformers is
+# The annotations of its methods fit no model class of transformers.
+_MIXIN: Any = GenerationMixin
 
 _LOOPS = dict(compat.LOOPS)
-for (
-    _mode,
-    _loop_mode,
-) in legacy_search.MODES.items():  # by names of their own, as nothing is patched here
+# The legacy modes keep their own loop names, because nothing is patched on the probe.
+for _mode, _loop_mode in legacy_search.MODES.items():
     _LOOPS[GENERATION_MODES_MAPPING[_mode]] = _LOOPS[GENERATION_MODES_MAPPING[_loop_mode]]
 
 
@@ -209,9 +217,11 @@ def _load_custom_generate(self: Any, repository: str, *args: Any, **kwargs: Any)
 
 
 def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    given = any(name.startswith(("pixel_values", "image_patches")) for name in model_kwargs)
-    model_kwargs.setdefault("mm_encoder_outputs", {"image": SimpleNamespace()} if given else {})
-    for modality in ("image", "video"):  # what transformers hands to their encoders goes no further
+    has_images = any(name.startswith(("pixel_values", "image_patches")) for name in model_kwargs)
+    model_kwargs.setdefault(
+        "mm_encoder_outputs", {"image": SimpleNamespace()} if has_images else {}
+    )
+    for modality in ("image", "video"):  # drop the inputs of these encoders, as transformers does
         encode = getattr(self.base_model, f"get_{modality}_features", None)
         for name in () if encode is None else inspect.signature(encode).parameters:
             model_kwargs.pop(name, None)
@@ -219,11 +229,11 @@ def _without_images(self: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _any_language(self: Any, generation_config: Any, **inputs: Any) -> Tensor:
-    """A language for each text, without looking at it."""
-    given: Any = next(
+    """Return the first language for each text, without running the model."""
+    texts: Any = next(
         value for value in inputs.values() if value is not None and not isinstance(value, int)
     )
-    rows = len(given if isinstance(given, Tensor) else given[0])
+    rows = len(texts if isinstance(texts, Tensor) else texts[0])
     return torch.full(
         (rows,), next(iter(generation_config.lang_to_id.values())), dtype=torch.int64, device="cpu"
     )
@@ -238,7 +248,7 @@ def _unknown_shape(self: Any) -> None:
 
 
 class _Silent(BaseStreamer):
-    """Stands in for a streamer, which must not hear of a call that does not run."""
+    """Stand-in for the user's streamer, which must receive nothing: the call does not run."""
 
     def put(self, value: Tensor) -> None: ...
 
@@ -246,18 +256,18 @@ class _Silent(BaseStreamer):
 
 
 class _Encoder:
-    """Stands in for an encoder: outputs of the right length that take no memory."""
+    """Stand-in for an encoder whose outputs have the right length and take no memory."""
 
     def __init__(self, encoder: Any) -> None:
         self.encoder = encoder
         self.forward = encoder.forward  # for its signature
-        self._hf_hook = SimpleNamespace()  # for accelerate, which leaves a mark there
+        self._hf_hook = SimpleNamespace()  # accelerate sets an attribute on it
 
     def __call__(self, **inputs: Any) -> BaseModelOutput:
         names = ("input_features", "inputs_embeds", "input_ids")
         name = next(name for name in names if inputs.get(name) is not None)
         rows, length = inputs[name].shape[:2]
-        if name == "input_features":  # of speech, of which all segments are of one length
+        if name == "input_features":  # speech, where all segments have one length
             length = self.encoder.config.max_source_positions
         hidden = torch.empty(rows, length, 1, device="meta", dtype=torch.float32)
         return BaseModelOutput(last_hidden_state=cast(Any, hidden))

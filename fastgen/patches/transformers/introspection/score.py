@@ -1,7 +1,7 @@
-"""How likely a model finds texts that are given, token by token, without the logits of all tokens.
+"""`fastgen.score`: log-probabilities of given texts, without storing the logits of all tokens.
 
-The model runs without its head. The head then runs over some tokens at a time, and of each the log-probability of the
-token that follows is kept.
+The model runs without its LM head. The head then runs over `ROWS` tokens at a time, and only the
+log-probability of the next token is kept for each.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,33 +20,41 @@ from fastgen.ops.selection.token_scores import token_scores
 from fastgen.patches.engine import engine
 
 ROWS = 64
-"""Tokens of which the head makes logits at a time: fewer would leave its product slow."""
+"""Number of tokens per pass of the LM head. With fewer, its matrix product would be slow."""
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """The log-probabilities of a text, natural.
+    """The log-probabilities (natural logarithm) of the tokens of a text.
 
     Attributes:
-        log_probs: (L,) of each token given those before it (and a source, where there is one); NaN for the first token
-            of a decoder-only model's text, which nothing precedes. fp32, of fp64 models fp64.
+        log_probs: (L,) fp32, or fp64 for fp64 models. Log-probability of each token given the
+            tokens before it and the source, if any. NaN for the first token of a decoder-only
+            model's text, which has no context.
     """
 
     log_probs: Tensor
 
     @property
     def tokens(self) -> int:
-        """How many tokens have a log-probability."""
+        """Number of tokens that have a log-probability."""
         return int((~self.log_probs.isnan()).sum())
 
     @property
     def total(self) -> float:
-        """The sum of the log-probabilities."""
+        """Sum of the log-probabilities."""
         return float(self.log_probs.nansum())
 
 
 class _Window(NamedTuple):
-    """Tokens start to end of a text, of which those from `scored` on are scored."""
+    """A window over the tokens of a text.
+
+    Attributes:
+        text: Index of the text.
+        start: Index of the first token.
+        scored: Index of the first token that is scored in this window.
+        end: Index after the last token.
+    """
 
     text: int
     start: int
@@ -55,26 +63,32 @@ class _Window(NamedTuple):
 
 
 def score(
-    model: Any, texts: Iterable[Any], sources: Iterable[Any] | None, tokenizer: Any, max_length: int | None,
-    stride: int | None, max_tokens: int,
-) -> list[TextScore]:  # fmt: skip
+    model: Any,
+    texts: Iterable[Any],
+    sources: Iterable[Any] | None,
+    tokenizer: Any,
+    max_length: int | None,
+    stride: int | None,
+    max_tokens: int,
+) -> list[TextScore]:
     """See `fastgen.score`."""
     ids = list(_rows("texts", texts, tokenizer, "text" if sources is None else "text_target"))
-    given = None if sources is None else list(_rows("sources", sources, tokenizer, "text"))
-    _check(model, ids, given, max_length, stride, max_tokens)
+    encoder_ids = None if sources is None else list(_rows("sources", sources, tokenizer, "text"))
+    _check(model, ids, encoder_ids, max_length, stride, max_tokens)
     longest = max_length or getattr(
         model.config.get_text_config(decoder=True), "max_position_embeddings", None
     )
     if stride is not None and longest is not None and stride >= longest:
         raise ValueError(
-            f"stride={stride}: from 1 to below {longest}, as many as there can be, or tokens are left out"
+            f"stride={stride}: from 1 to below {longest}, "
+            "as many as there can be, or tokens are left out"
         )
     windows = [
         window
         for number, text in enumerate(ids)
         for window in _windows(number, len(text), longest, stride)
     ]
-    if given is not None and len(windows) > len(ids):
+    if encoder_ids is not None and len(windows) > len(ids):
         raise ValueError(
             f"a target of {max(map(len, ids))} tokens, where {longest} is the most there can be"
         )
@@ -84,15 +98,17 @@ def score(
     def run() -> None:
         head = _Head(model)
         for batch in _batches(windows, max_tokens):
-            for window, found in zip(batch, _of_batch(model, head, batch, ids, given), strict=True):
-                scores[window.text][window.scored : window.end] = found.to("cpu", wide)
+            for window, log_probs in zip(
+                batch, _of_batch(model, head, batch, ids, encoder_ids), strict=True
+            ):
+                scores[window.text][window.scored : window.end] = log_probs.to("cpu", wide)
 
     with torch.no_grad():
         try:
             isolated(_accelerated, model, run)
         except engine.DisabledMeanwhile:
             run()
-    return [TextScore(found) for found in scores]
+    return [TextScore(log_probs) for log_probs in scores]
 
 
 def _accelerated(model: Any, run: Callable[[], None]) -> None:
@@ -104,7 +120,10 @@ def _rows(name: str, texts: Iterable[Any], tokenizer: Any, argument: str) -> Ite
     """Yield the token ids of each text.
 
     Args:
-        name: what the caller calls the texts. argument: of the tokenizer, which it gives a string by.
+        name: Name of the caller's argument, for messages.
+        texts: Strings or token ids.
+        tokenizer: Tokenizer of the model, or None.
+        argument: Name of the tokenizer's argument that takes a string.
     """
     if isinstance(texts, str):
         raise TypeError(f"{name} is a string, {texts[:40]!r}; it must be a list of texts")
@@ -113,45 +132,53 @@ def _rows(name: str, texts: Iterable[Any], tokenizer: Any, argument: str) -> Ite
             yield _ids(text)
         elif tokenizer is None:
             raise TypeError(
-                f"{name}[{number}] is a string, {text[:40]!r}; pass tokenizer=..., or token ids such as "
-                "tokenizer(text)['input_ids']"
+                f"{name}[{number}] is a string, {text[:40]!r}; pass tokenizer=..., "
+                "or token ids such as tokenizer(text)['input_ids']"
             )
         else:
             yield _ids(tokenizer(**{argument: text})["input_ids"])
 
 
 def _ids(text: Any) -> Tensor:
-    found = torch.as_tensor(text, dtype=torch.int64, device="cpu")
-    if found.dim() != 1 or not len(found):
+    ids = torch.as_tensor(text, dtype=torch.int64, device="cpu")
+    if ids.dim() != 1 or not len(ids):
         raise ValueError(
-            f"a text is a row of at least one token id; one has the shape {tuple(found.shape)}"
+            f"a text is a row of at least one token id; one has the shape {tuple(ids.shape)}"
         )
-    return found
+    return ids
 
 
 def _check(
-    model: Any, ids: Sequence[Tensor], sources: Sequence[Tensor] | None, max_length: int | None, stride: int | None,
+    model: Any,
+    ids: Sequence[Tensor],
+    sources: Sequence[Tensor] | None,
+    max_length: int | None,
+    stride: int | None,
     max_tokens: int,
-) -> None:  # fmt: skip
+) -> None:
     if model.training:
         raise ValueError(f"{type(model).__name__} is in training mode; model.eval() ends it")
     if bool(model.config.is_encoder_decoder) != (sources is not None):
-        wanted = "needs sources" if sources is None else "has no encoder for sources"
-        raise ValueError(f"{type(model).__name__} {wanted}")
+        problem = "needs sources" if sources is None else "has no encoder for sources"
+        raise ValueError(f"{type(model).__name__} {problem}")
     if sources is not None and len(sources) != len(ids):
         raise ValueError(f"{len(ids)} texts, {len(sources)} sources")
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length={max_length}: a token and one before it are the least")
     if stride is not None and (stride < 1 or (max_length is not None and stride >= max_length)):
         raise ValueError(
-            f"stride={stride}: from 1 to below max_length={max_length}, or tokens have none before them"
+            f"stride={stride}: from 1 to below max_length={max_length}, "
+            "or tokens have none before them"
         )
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens}: 1 is the least")
 
 
 def _windows(text: int, length: int, longest: int | None, stride: int | None) -> Iterator[_Window]:
-    """Windows of a text, each `stride` further than the one before; every token is scored in the first that has it."""
+    """Yield the windows of a text, each `stride` tokens after the previous one.
+
+    Every token is scored in the first window that contains it.
+    """
     longest = longest or length
     stride, start, scored = stride or max(1, longest // 2), 0, 0
     while scored < length:
@@ -161,7 +188,7 @@ def _windows(text: int, length: int, longest: int | None, stride: int | None) ->
 
 
 def _batches(windows: Sequence[_Window], max_tokens: int) -> Iterator[list[_Window]]:
-    """Windows of like lengths, of so many tokens together, padding counted."""
+    """Yield batches of windows of similar lengths, of at most `max_tokens` tokens with padding."""
     batch: list[_Window] = []
     for window in sorted(windows, key=lambda window: window.start - window.end):
         if batch and (len(batch) + 1) * (batch[0].end - batch[0].start) > max_tokens:
@@ -179,7 +206,7 @@ def _of_batch(
     ids: Sequence[Tensor],
     sources: Sequence[Tensor] | None,
 ) -> Iterator[Tensor]:
-    """Yield the log-probabilities of each window's scored tokens; NaN for a token that nothing precedes."""
+    """Yield the log-probabilities of each window's scored tokens; NaN if there is no context."""
     device = model.device
     texts = [ids[window.text][window.start : window.end] for window in batch]
     padded, mask = _padded(texts, device)
@@ -194,15 +221,15 @@ def _of_batch(
         )
     for row, (window, text) in enumerate(zip(batch, texts, strict=True)):
         first = max(before, window.scored - window.start)
-        found = head.scores(
+        log_probs = head.scores(
             hidden[row, first - before : len(text) - before], text[first:].to(device)
         )
-        missing = window.end - window.scored - len(found)
-        yield torch.cat([found.new_full((missing,), torch.nan), found])
+        missing = window.end - window.scored - len(log_probs)
+        yield torch.cat([log_probs.new_full((missing,), torch.nan), log_probs])
 
 
 def _behind_start(model: Any, labels: Tensor) -> Tensor:
-    """What a decoder reads for labels (B, L), as the model's own forward makes it."""
+    """Return the decoder input ids for labels (B, L), as the model's own forward computes them."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels(labels)
     start = labels.new_full((len(labels), 1), model.config.decoder_start_token_id)
@@ -211,14 +238,14 @@ def _behind_start(model: Any, labels: Tensor) -> Tensor:
 
 
 def _padded(texts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Texts (B, L) padded behind, and where they are (B, L)."""
+    """Return the texts padded on the right, (B, L), and their mask (B, L) int64."""
     pad = torch.nn.utils.rnn.pad_sequence
     ones = [torch.ones_like(text) for text in texts]
     return pad(list(texts), batch_first=True).to(device), pad(ones, batch_first=True).to(device)
 
 
 class _Head:
-    """What a model does with its last hidden states, some of them at a time."""
+    """The LM head of a model, applied to some of the last hidden states at a time."""
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model
@@ -226,7 +253,7 @@ class _Head:
         self.proven = False
 
     def hidden(self, **inputs: Tensor) -> Tensor:
-        """Return (B, L, C), the hidden states that the head reads."""
+        """Return the hidden states that the head reads, (B, L, C)."""
         if not self.proven:
             self._prove({name: value[:1, :8] for name, value in inputs.items()})
         return self._states(**inputs)
@@ -241,12 +268,14 @@ class _Head:
             )[0]
         source = model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask)[0]
         return model.get_decoder()(
-            input_ids=decoder_input_ids, encoder_hidden_states=source, encoder_attention_mask=attention_mask,
+            input_ids=decoder_input_ids,
+            encoder_hidden_states=source,
+            encoder_attention_mask=attention_mask,
             use_cache=False,
-        )[0]  # fmt: skip
+        )[0]
 
     def scores(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """Return log-probabilities (N,) of tokens (N,) for hidden (N, C)."""
+        """Return the log-probabilities (N,) of tokens (N,) int64, given hidden states (N, C)."""
         parts = [slice(start, start + ROWS) for start in range(0, max(1, len(tokens)), ROWS)]
         return torch.cat([token_scores(self._logits(hidden[part]), tokens[part]) for part in parts])
 
@@ -260,10 +289,10 @@ class _Head:
         return logits if softcap is None else (logits / softcap).tanh() * softcap
 
     def _prove(self, inputs: dict[str, Tensor]) -> None:
-        """Compare a few tokens with the model's own logits.
+        """Run the equivalence check: compare the logits of a few tokens with the model's own.
 
         Raises:
-            ValueError: they differ, or there is no record of the family.
+            ValueError: They differ, or the model family is unknown.
         """
         model = self.model
         if self.layout is None or self.layout.mask is not None:

@@ -1,7 +1,9 @@
-"""A streamer in beam search, which transformers refuses: it hears tokens as soon as they are certain.
+"""Streamers in beam search, which transformers rejects.
 
-The patch that validates a call's mode also counts calls of loops that nothing here replaces. transformers' own
-`generate` calls the streamer with the prompt, and our loop with what follows (`decoding.batching.stable_prefix`).
+A streamer receives tokens as soon as they are final: transformers' own `generate` sends the prompt,
+and our decode loop sends the generated tokens (`decoding.batching.stable_prefix`). The patch of
+`GenerationMixin._validate_generation_mode` also counts calls of decode loops that fastgen does not
+replace.
 """
 
 from collections.abc import Callable
@@ -24,20 +26,26 @@ _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
 
 
 class BeamStreamer(BaseStreamer):
-    """Stands for a caller's streamer in a call with several beams; hands on what it hears.
+    """Wrapper around a caller's streamer in a call with several beams; forwards all tokens.
 
     Attributes:
-        beams: rows of the one text that it follows; 0 until `generate` has come to a beam search that takes it.
+        streamer: The caller's streamer.
+        beams: Number of beams M of the text that it follows; 0 until a beam search of ours accepts
+            the streamer.
     """
 
     def __init__(self, streamer: Any) -> None:
         self.streamer, self.beams = streamer, 0
 
     def put(self, value: Tensor) -> None:
-        """Hand tokens (N,) on; of the prompt (B * M, P), of which every beam has a row, the first row.
+        """Forward tokens to the streamer.
+
+        Args:
+            value: Tokens (N,), or the prompt (B * M, P) with one row per beam, whose first row is
+                forwarded.
 
         Raises:
-            ValueError: there are several sentences.
+            ValueError: The batch has several sentences.
         """
         if self.beams and value.dim() > 1:
             if value.shape[0] > self.beams:
@@ -52,14 +60,14 @@ class BeamStreamer(BaseStreamer):
 
 
 def wrapped(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `generate`, with a streamer that a beam search takes."""
+    """Return the arguments of `generate` with the streamer wrapped if there are several beams."""
     if kwargs.get("streamer") is None or (said(model, kwargs, "num_beams") or 1) == 1:
         return kwargs
     return kwargs | {"streamer": BeamStreamer(kwargs["streamer"])}
 
 
 def followed_by(model_kwargs: dict[str, Any]) -> BeamStreamer | None:
-    """The streamer that follows a beam search, from what `generate` hands to its loop."""
+    """Return the streamer that our beam search accepted, from its loop's arguments, or None."""
     streamer = model_kwargs.get("streamer")
     return streamer if isinstance(streamer, BeamStreamer) and streamer.beams else None
 
@@ -71,20 +79,20 @@ def validate(
     generation_config: Any,
     generation_mode_kwargs: dict[str, Any],
 ) -> None:
-    """`GenerationMixin._validate_generation_mode`, which takes a streamer where our beam search runs."""
+    """Replace `GenerationMixin._validate_generation_mode`: accept a streamer in our beam search."""
     _note_other(self, generation_mode, generation_config)
-    given = generation_mode_kwargs
+    mode_kwargs = generation_mode_kwargs
     try:
-        given = accepted(self, generation_mode, generation_config, given)
+        mode_kwargs = accepted(self, generation_mode, generation_config, mode_kwargs)
     except Unsupported as unsupported:
         engine.fallback(_NAME, unsupported.reason)
-    original(self, generation_mode, generation_config, given)
-    if given is not generation_mode_kwargs:
+    original(self, generation_mode, generation_config, mode_kwargs)
+    if mode_kwargs is not generation_mode_kwargs:
         engine.hit(_NAME)
 
 
 def _note_other(model: Any, mode: Any, config: Any) -> None:
-    """Count a call that comes to a decoding loop which nothing here replaces."""
+    """Count a fallback if the call runs a decode loop that fastgen does not replace."""
     if GENERATION_MODES_MAPPING.get(mode) in compat.LOOPS:
         return
     name = (
@@ -100,11 +108,17 @@ _NAMES = {GenerationMode.ASSISTED_GENERATION: "assisted decoding"}
 
 
 def accepted(model: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What transformers is to look at: the arguments of a mode, without a streamer that follows a beam search.
+    """Return the mode's arguments for transformers to validate, without a streamer that we accept.
+
+    Args:
+        model: The model.
+        mode: transformers' `GenerationMode`.
+        config: Generation config of the call.
+        mode_kwargs: Arguments of the mode, as transformers passes them to its validation.
 
     Raises:
-        Unsupported: the beam search is transformers' own, with the reason.
-        ValueError: several sequences are to be returned.
+        Unsupported: transformers' own beam search would run, with the reason.
+        ValueError: `num_return_sequences` is greater than 1.
     """
     streamer = mode_kwargs.get("streamer")
     if mode not in _BEAMS or not isinstance(streamer, BeamStreamer):
@@ -120,7 +134,8 @@ def accepted(model: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) ->
     check_call(model, "beam", None, config, mode_kwargs)
     if config.num_return_sequences > 1:
         raise ValueError(
-            f"a streamer follows one text, and num_return_sequences is {config.num_return_sequences}"
+            "a streamer follows one text, and num_return_sequences is "
+            f"{config.num_return_sequences}"
         )
     streamer.beams = config.num_beams
     return {name: value for name, value in mode_kwargs.items() if name != "streamer"}

@@ -1,7 +1,8 @@
-"""Batches that refill: when sentences have left, the next ones start beside those that are still running.
+"""Continuous batching: when sentences finish, the next ones start alongside those still running.
 
-A batch begins as a call of `generate`, which hands back its loop after the first tokens (`pausing`). From then on its
-steps are made together with those of the other running batches (`decoding.batching.continuous_batching`).
+A batch starts as a call of `generate`, which suspends its loop after the first tokens (`suspend`).
+From then on its decode steps run together with those of the other running batches
+(`decoding.batching.continuous_batching`).
 
 Source: Hoang et al. 2018 (Amun), section 2.1.
 """
@@ -37,7 +38,13 @@ _logger = logging.getLogger("fastgen")
 
 @dataclass(eq=False)
 class Batch:
-    """Sentences, the longest first, their places in the window, and first tokens of their own, if they have any."""
+    """Sentences that are generated together.
+
+    Attributes:
+        places: Index of each sentence in the window.
+        sentences: Token ids (L,) int64 of each sentence, the longest first.
+        first: First token of each output; empty if the sentences have none of their own.
+    """
 
     places: list[int]
     sentences: list[Tensor]
@@ -45,7 +52,7 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """Tokens that each takes, padding counted."""
+        """Tokens per sentence, including padding."""
         return len(self.sentences[0])
 
 
@@ -56,10 +63,14 @@ class _Running(Cohort[Tensor]):
 
 
 class Refill:
-    """Generates batches of at most `tokens` tokens, beside each other where that is possible.
+    """Generates batches of at most `tokens` tokens, with continuous batching where possible.
 
     Args:
-        generate: calls the model's `generate` with a batch. config, kwargs: what it is given beside the batch.
+        model: The model.
+        tokens: Maximum number of tokens, including padding, in all running batches together.
+        generate: Calls the model's `generate` with a batch.
+        config: Generation config of these calls.
+        kwargs: Other arguments of these calls.
     """
 
     def __init__(
@@ -77,21 +88,20 @@ class Refill:
             config,
             kwargs,
         )
-        self.refused: str | None = (
-            None  # why batches run one after the other, as far as it is known
-        )
+        # Why batches run one after the other; None while nothing is known to prevent refilling.
+        self.refused: str | None = None
         self.occupancy = Occupancy()
 
     def run(self, take: Callable[[int], Batch | None]) -> list[tuple[Batch, Any]]:
-        """Generate all batches; return each with what `generate` returns for it.
+        """Generate all batches, and return each with the result of `generate`.
 
         Args:
-            take: the next batch, which fits into so many tokens; None when there is none.
+            take: Returns the next batch that fits into the given number of tokens, or None.
         """
         done: list[tuple[Batch, Any]] = []
         begun: list[Batch] = []
         disabled = engine.is_disabled()
-        if not disabled and self.refused != NO_MEMORY:  # the one that stays
+        if not disabled and self.refused != NO_MEMORY:  # that reason is permanent
             self.refused = _reason_not_to_refill(self.model, self.config, self.kwargs)
         if not disabled and self.refused is None:
             try:
@@ -104,7 +114,8 @@ class Refill:
                 if not begun or not is_out_of_memory(error):
                     raise
                 self.refused = NO_MEMORY
-        if begun:  # out of the handler, so that nothing holds on to what the batches had made
+        # Outside the handler, so that the exception keeps no tensors of the batches alive.
+        if begun:
             count = sum(len(batch.places) for batch in begun)
             _logger.warning(
                 "not enough memory for batches side by side: %d sentences begin anew", count
@@ -119,14 +130,18 @@ class Refill:
     def _side_by_side(
         self, take: Callable[[int], Batch | None], begun: list[Batch], done: list[tuple[Batch, Any]]
     ) -> None:
-        """Generate batches until there are no more, or `refused` says why no more may start.
+        """Generate batches until there are no more, or until `refused` is set.
 
-        begun: those that have paused and are not done, and one that starts beside them.
+        Args:
+            take: As in `run`.
+            begun: Updated to the batches that are suspended and not done, and one that starts
+                alongside them.
+            done: Gets each finished batch with its result.
         """
         running: list[_Running] = []
         replay = JointReplay()
         while True:
-            # Nothing here holds on to a batch that is done, so that the next one has its memory.
+            # Keep no reference to a finished batch, so that the next one can use its memory.
             while (room := self._room(running)) and (batch := take(room)) is not None:
                 if running:
                     begun.append(batch)
@@ -138,44 +153,47 @@ class Refill:
             begun[:] = [cohort.batch for cohort in running]
 
     def _start(self, batch: Batch, running: list[_Running], done: list[tuple[Batch, Any]]) -> None:
-        """Begin a batch; where it does not pause, it is done."""
-        found = self._call(batch, self.refused)
-        if isinstance(found, SuspendedDecode):
-            assert isinstance(found.model, SharedStepper)
+        """Start a batch. If its loop is not suspended, it is done."""
+        result = self._call(batch, self.refused)
+        if isinstance(result, SuspendedDecode):
+            assert isinstance(result.model, SharedStepper)
             sizes = len(batch.places), batch.width
-            running.append(_Running(found.search, found.model, *sizes, batch=batch, begun=found))
+            running.append(_Running(result.search, result.model, *sizes, batch=batch, begun=result))
         else:
-            done.append((batch, found))
+            done.append((batch, result))
 
     def _advance(
         self, running: list[_Running], replay: JointReplay, done: list[tuple[Batch, Any]]
     ) -> None:
-        """Make a step of all that run."""
+        """Run one decode step of all running batches."""
         for cohort in advance(running, replay):
             self.occupancy.note(cohort)
             done.append((cohort.batch, cohort.begun.finish()))
         self.refused = self.refused or replay.refused
 
     def _room(self, running: list[_Running]) -> int:
-        """Tokens of a batch that may start now, 0 for none."""
+        """Return the maximum tokens of a batch that may start now; 0 if none may."""
         return 0 if self.refused is not None else self.occupancy.room(running, self.tokens)
 
     def _call(self, batch: Batch, refused: str | None) -> Any:
         request = Request(refused)
         with requesting(self.model, suspension=request):
-            found = self.generate(batch)
+            result = self.generate(batch)
         if refused is None:
             self.refused = request.refused
-        return found
+        return result
 
 
 def _reason_not_to_refill(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why a model's `generate` with these arguments must run to its end, as far as it can be told before it runs."""
+    """Return why the loop cannot be suspended, as far as known before `generate` runs, or None."""
     return reason_not_to_refill([model.device.type]) or who_stands_between(model, config, kwargs)
 
 
 def who_stands_between(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
-    """What is between our loops and the caller of a model's `generate`, and would see what is no output of it."""
+    """Return what is between the caller of `generate` and our loops, or None.
+
+    It would receive objects that are not outputs of `generate`, such as a suspended loop.
+    """
     for name, patch in _METHODS.items():
         if name in vars(model) or compat.has_own(model, name):
             return f"{type(model).__name__} has its own {name}"
@@ -193,4 +211,5 @@ _METHODS = {
     compat.BEAM_LOOP: "transformers.beam_search",
     compat.SAMPLE_LOOP: "transformers.sample",
 }
-"""What a batch passes, each with its patch: nobody else may stand there, who would see a loop in place of an output."""
+"""Methods that a call goes through, each with its patch. Wrappers by others would get a suspended
+loop instead of an output."""

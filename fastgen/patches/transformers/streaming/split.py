@@ -1,4 +1,4 @@
-"""A batch for which there is not enough memory, in halves: one after the other, with the same result."""
+"""Splitting of a batch that does not fit into memory: generate two halves in turn, same result."""
 
 import copy
 import logging
@@ -32,11 +32,21 @@ _Generate = Callable[..., Any]
 
 
 def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `generate`; where memory runs out, run it on halves of the batch if nobody can tell."""
-    given = kwargs.get("encoder_outputs")
-    untouched = (
-        {} if given is None else {"encoder_outputs": copy.copy(given)}
-    )  # `generate` repeats its rows in place
+    """Run `generate`. If memory runs out, run it on halves of the batch, if the output is the same.
+
+    Args:
+        original: `generate` without splitting.
+        model: The model.
+        args: Positional arguments of `generate`.
+        kwargs: Keyword arguments of `generate`.
+
+    Raises:
+        torch.OutOfMemoryError: The batch cannot be split. An allocation failure on a CPU is a
+            RuntimeError.
+    """
+    encoder_outputs = kwargs.get("encoder_outputs")
+    # `generate` repeats the rows of encoder_outputs in place.
+    untouched = {} if encoder_outputs is None else {"encoder_outputs": copy.copy(encoder_outputs)}
     try:
         return original(model, *args, **kwargs)
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -49,7 +59,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
         if prepared is None:
             give_up(model.device)
             raise
-    # Out of the handler, so that nothing holds on to what the call had made.
+    # Outside the handler, so that the exception keeps no tensors of the call alive.
     sentences = prepared.sentences
     _logger.warning(
         "not enough memory for a batch of %d sentences: it is generated in halves", sentences
@@ -77,20 +87,28 @@ _logger = logging.getLogger("fastgen")
 
 
 def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
-    """The prepared call, if its sentences can be generated apart; None where somebody could tell, or there is one."""
+    """Return the prepared call if splitting its batch does not change the output, else None.
+
+    None also if the batch has one sentence.
+    """
     try:
         bare = without_wrappers(model)
-        if generates_segments(bare):  # this is one segment, which its own generate has prepared
+        if generates_segments(bare):  # this call is one segment; its outer generate prepared it
             return None
         prepared = prepare(bare, model, dict(kwargs))
         plan, _ = decide(
-            bare, prepared.loop, prepared.input_ids, prepared.logits_processor, prepared.stopping_criteria,
-            prepared.config, prepared.kwargs,
-        )  # fmt: skip
+            bare,
+            prepared.loop,
+            prepared.input_ids,
+            prepared.logits_processor,
+            prepared.stopping_criteria,
+            prepared.config,
+            prepared.kwargs,
+        )
     except (Unsupported, torch.OutOfMemoryError):
         return None
     start: Any = prepared.config.decoder_start_token_id
-    whole = (
+    indivisible = (
         prepared.sentences == 1
         or any(map(has_rows, kwargs.get("logits_processor") or ()))
         or not plan.drop
@@ -104,7 +122,7 @@ def _separable(model: Any, kwargs: dict[str, Any]) -> Prepared | None:
     divisible = all(
         _is_divisible(name, value, prepared.sentences) for name, value in kwargs.items()
     )
-    return None if whole or timed or not divisible else prepared
+    return None if indivisible or timed or not divisible else prepared
 
 
 _SETTINGS = frozenset(GenerationConfig().to_dict()) | {
@@ -114,13 +132,19 @@ _SETTINGS = frozenset(GenerationConfig().to_dict()) | {
 }
 _FIRST = "forced_bos_token_id"
 _BY_SENTENCE = {
-    "inputs", "input_ids", "attention_mask", "inputs_embeds", "encoder_outputs", "decoder_input_ids",
-    "decoder_attention_mask", "position_ids",
-}  # fmt: skip
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "inputs_embeds",
+    "encoder_outputs",
+    "decoder_input_ids",
+    "decoder_attention_mask",
+    "position_ids",
+}
 
 
 def _is_divisible(name: str, value: Any, sentences: int) -> bool:
-    """Whether an argument is one for all sentences, or has an entry for each."""
+    """Return whether an argument applies to all sentences or has one row per sentence."""
     if value is None or name in _SETTINGS:
         return True
     parts = (
@@ -133,7 +157,7 @@ def _is_divisible(name: str, value: Any, sentences: int) -> bool:
 
 
 def _part(name: str, value: Any, at: slice) -> Any:
-    """Some sentences of an argument, if it is one that has an entry for each."""
+    """Return an argument for some of the sentences: its rows at `at` if it has one per sentence."""
     if value is None or (
         name not in _BY_SENTENCE and (name != _FIRST or of_sentences(value) is None)
     ):
@@ -145,7 +169,10 @@ def _part(name: str, value: Any, at: slice) -> Any:
 
 
 def _joined(parts: list[Any], fill: int) -> Any:
-    """Sequences (N, L) below each other, the shorter ones filled up; with their scores, where all have them."""
+    """Concatenate sequences (N, L) along the batch, padding shorter ones with `fill`.
+
+    If all parts are `Scored`, their scores are concatenated as well.
+    """
     if all(isinstance(part, Scored) for part in parts):
         return Scored(
             _joined([part.sequences for part in parts], fill),

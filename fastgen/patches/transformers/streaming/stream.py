@@ -1,4 +1,4 @@
-"""Many sentences through `generate`: in batches of like lengths and of a size in tokens, back in their order."""
+"""`generate_stream`: generate many sentences in batches of similar lengths, in input order."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,10 +22,10 @@ from fastgen.patches.transformers.streaming.refill import Batch, Refill, who_sta
 from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 
 MAX_TOKENS = 4096
-"""Tokens of a batch, padding counted, unless the caller says otherwise."""
+"""Default maximum number of tokens in a batch, including padding."""
 
 WINDOW = 1024
-"""Sentences that are read ahead and sorted by length, unless the caller says otherwise."""
+"""Default number of sentences that are read ahead and sorted by length."""
 
 
 def generate_stream(
@@ -39,70 +39,85 @@ def generate_stream(
     on_tokens: Callable[[int, list[int]], object] | None = None,
     **generate_kwargs: Any,
 ) -> Iterator[Any]:
-    """Yield what ``model.generate(**generate_kwargs)`` gives for each of `inputs`, in their order.
+    """Yield the result of ``model.generate(**generate_kwargs)`` for each of `inputs`, in order.
 
-    `window` sentences are read at a time, sorted by length, and generated in batches of at most `max_tokens` tokens,
-    padding counted (a longer sentence is a batch by itself). What a sentence gives does not depend on its neighbours,
-    but for rounding.
+    Reads `window` sentences at a time, sorts them by length, and generates them in batches of at
+    most `max_tokens` tokens. The output for a sentence does not depend on the other sentences,
+    except for rounding.
 
     Args:
-        model: a transformers model that can generate.
-        inputs: the token ids of each sentence, without padding: of the source or, for a decoder-only model, the prompt.
-        scores: whether sequences have scores: the `sequences_scores` of a beam search; else the sum of the
-            log-probabilities of a sequence's tokens, as `compute_transition_scores(..., normalize_logits=True)` has
-            them. No scores of steps are kept for it, where the loop is fastgen's.
-        wanted: whether somebody still waits for a sentence, by its number from 0; asked behind every step. One that
-            nobody waits for leaves its batch as one that has finished, and what is yielded for it means nothing.
-            `docs/stream.md` says where none can leave so.
-        on_tokens: called with a sentence's number and tokens that it has generated, as soon as they are certain: each
-            token once, in order, all of a sentence before it is yielded. The call is made in the thread that generates.
-        generate_kwargs: what `generate` takes beside the inputs and their mask. `forced_bos_token_id` may be any
-            iterable of a token for each sentence, which is read in step with `inputs`; a list of one is for all.
-            `max_new_tokens` may be a function of the tokens of a batch's longest sentence; what a sentence gives then
-            depends on its neighbours, where it comes to that limit.
+        model: A transformers model that can generate.
+        inputs: Token ids of each sentence, without padding: the source or, for a decoder-only
+            model, the prompt.
+        max_tokens: Maximum number of tokens in a batch, including padding. A longer sentence is a
+            batch by itself.
+        window: Number of sentences to read ahead.
+        scores: Whether to return a score with each sequence: the `sequences_scores` of a beam
+            search, otherwise the sum of the log-probabilities of its tokens, as computed by
+            `compute_transition_scores(..., normalize_logits=True)`. In fastgen's loops, this stores
+            no per-step scores.
+        wanted: Cancellation callback. Takes the index of a sentence, from 0, and returns whether
+            its result is still wanted; called after every decode step. A cancelled sentence leaves
+            the batch like a finished one, and the value yielded for it is meaningless.
+            `docs/stream.md` lists the cases in which sentences cannot be cancelled.
+        on_tokens: Called with the index of a sentence and newly generated tokens, as soon as they
+            are final. It gets each token once, in order, and all tokens of a sentence before the
+            sentence is yielded. Runs in the thread that generates.
+        generate_kwargs: Arguments of `generate` other than the inputs and their mask.
+            `forced_bos_token_id` can also be an iterable with one token per sentence, which is read
+            in step with `inputs`; a list of one token applies to all. `max_new_tokens` can also be
+            a function of the number of tokens of the longest sentence in a batch. Output that
+            reaches that limit depends on the other sentences of the batch.
 
     Yields:
-        (N, L) int64 on the CPU, N = num_return_sequences: a sentence's sequences, the shorter ones padded. A
-        decoder-only model's begin with the prompt. With `scores` a pair of that and the scores (N,), named `Scored`.
+        Sequences (N, L) int64 on the CPU, N = num_return_sequences, padded to the longest of the N.
+        Those of a decoder-only model begin with the prompt. With `scores`, a `Scored` pair of the
+        sequences and their scores (N,).
 
     Raises:
-        TypeError: an argument that a stream cannot have; the message names it.
-        ValueError: a sentence without tokens, sizes that are not positive, or several sequences per sentence with
-            `on_tokens`; the message has the value. What is wrong
-            with a sentence, or what `inputs` raises, comes behind what is yielded for those before it. There are more
-            first tokens than sentences, or fewer, which is found before anything of the window is generated.
+        TypeError: An argument is not supported; the message names it.
+        ValueError: A sentence has no tokens, a size is not positive, or `on_tokens` is combined
+            with several sequences per sentence; the message contains the value. Errors of a
+            sentence, and exceptions of `inputs`, are raised after the results of all sentences
+            before it. Also raised if the numbers of first tokens and sentences differ, before
+            anything in that window is generated.
     """
-    stream = _Stream(
-        model, max_tokens, window, scores, wanted, on_tokens, generate_kwargs
-    )  # checked here, not at the first sentence
+    # Validates the arguments here instead of at the first sentence.
+    stream = _Stream(model, max_tokens, window, scores, wanted, on_tokens, generate_kwargs)
     return stream.run(iter(inputs))
 
 
 class _Stream:
     def __init__(
-        self, model: Any, max_tokens: int, window: int, scores: bool, wanted: Wanted | None,
-        on_tokens: Callable[[int, list[int]], object] | None, kwargs: dict[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        model: Any,
+        max_tokens: int,
+        window: int,
+        scores: bool,
+        wanted: Wanted | None,
+        on_tokens: Callable[[int, list[int]], object] | None,
+        kwargs: dict[str, Any],
+    ) -> None:
         for name, value in (("max_tokens", max_tokens), ("window", window)):
             if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         self.model, self.max_tokens, self.window, self.kwargs = model, max_tokens, window, kwargs
-        self.wanted, self.begun = wanted, 0  # sentences of the windows before this one
+        self.wanted, self.begun = wanted, 0  # begun: number of sentences in earlier windows
         limit = kwargs.get("max_new_tokens")
         self.limit = limit if callable(limit) else None
         if self.limit is not None:
-            kwargs["max_new_tokens"] = self.limit(1)  # each batch says its own
-        self.on_tokens, self.told = on_tokens, dict[int, int]()  # how many tokens of a sentence
+            kwargs["max_new_tokens"] = self.limit(1)  # `_generate` sets the limit of each batch
+        # told: number of tokens reported so far, by sentence.
+        self.on_tokens, self.told = on_tokens, dict[int, int]()
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self.first = first_tokens.beside(said(model, kwargs, _FIRST), vocabulary)
         self.drafts = False
         if self.first is not None:
-            kwargs[_FIRST] = 0  # each batch says its own
-            self.drafts = (
-                bild_call.options_of(model, dict(kwargs)) is not None
-            )  # which has one for all of a batch
+            kwargs[_FIRST] = 0  # `_generate` sets the tokens of each batch
+            # Big-little decoding takes one first token for the whole batch.
+            self.drafts = bild_call.options_of(model, dict(kwargs)) is not None
         config = compat.prepare_config(model, kwargs.get("generation_config"), _settings(kwargs))
         if config.return_dict_in_generate:
             raise TypeError("return_dict_in_generate=True: a stream yields sequences alone")
@@ -114,9 +129,10 @@ class _Stream:
             )
         if not self.encoder_decoder and config.min_length:
             raise TypeError(
-                f"min_length = {config.min_length} would count a prompt's padding; say min_new_tokens"
+                f"min_length = {config.min_length} would count a prompt's padding; "
+                "say min_new_tokens"
             )
-        # Padding before a prompt is text to whoever looks at single tokens, or is the caller's own.
+        # Left padding would affect processors that look at single tokens or that callers provide.
         sees_padding = (
             config.no_repeat_ngram_size == 1
             or config.forced_bos_token_id is not None
@@ -135,27 +151,28 @@ class _Stream:
         self.copies = config.num_return_sequences or 1
         if on_tokens is not None and self.copies > 1:
             raise ValueError(
-                f"on_tokens follows one text of a sentence, and num_return_sequences is {self.copies}"
+                "on_tokens follows one text of a sentence, "
+                f"and num_return_sequences is {self.copies}"
             )
         self.scores, self.config = scores, config
-        self.by_transformers = False  # whether scores are known not to come from a loop of ours
+        self.by_transformers = False  # whether scores are known to come from transformers' loops
 
         self.refill = Refill(model, max_tokens, self._generate, config, kwargs)
 
     def run(self, inputs: Iterator[Sequence[int] | Tensor]) -> Iterator[Any]:
         error = None
         while error is None and (waiting := self._window(inputs)):
-            found: dict[int, Any] = {}
+            results: dict[int, Any] = {}
             for batch, output in isolated(self.refill.run, waiting.take):
-                found.update(zip(batch.places, self._each(batch, output), strict=True))
+                results.update(zip(batch.places, self._each(batch, output), strict=True))
             for i in range(len(waiting.sentences)):
-                yield found.pop(i)
+                yield results.pop(i)
             self.begun, error = self.begun + len(waiting.sentences), waiting.error
         if error is not None:
             raise error
 
     def _window(self, inputs: Iterator[Sequence[int] | Tensor]) -> "_Waiting | None":
-        """The next sentences; None where there are no more."""
+        """Read the next window of sentences; return None if there are no more."""
         sentences, first, error = list[Tensor](), list[int](), None
         read = islice(inputs, self.window)
         while error is None:
@@ -163,12 +180,10 @@ class _Stream:
                 sentences.append(_ids(next(read)))
             except StopIteration:
                 break
-            except (
-                Exception
-            ) as of_next:  # comes behind what is yielded for those that have been read
+            except Exception as read_error:
                 if not sentences:
                     raise
-                error = of_next
+                error = read_error  # raised after the results of the sentences before it
             else:
                 if self.first is not None:
                     first.append(self.first.take())
@@ -204,8 +219,8 @@ class _Stream:
 
     def _awaited(self, batch: Batch) -> AbstractContextManager[Any]:
         wanted, begun = self.wanted, self.begun
-        nobody = wanted is None and self.on_tokens is None
-        if nobody or who_stands_between(self.model, self.config, self.kwargs) is not None:
+        no_callbacks = wanted is None and self.on_tokens is None
+        if no_callbacks or who_stands_between(self.model, self.config, self.kwargs) is not None:
             return nullcontext()
 
         def is_wanted(row: int) -> bool:
@@ -220,34 +235,47 @@ class _Stream:
         )
 
     def _tell(self, number: int, place: int, tokens: Sequence[int]) -> None:
-        """Tell tokens of a sentence from a place on, but those that are known: a batch may have begun anew."""
-        told = self.told.get(number, 0)
-        if self.on_tokens is not None and (new := list(tokens[told - place :])):
-            self.told[number] = told + len(new)
+        """Report the tokens of a sentence that have not been reported yet.
+
+        A batch that was restarted produces its tokens again.
+
+        Args:
+            number: Index of the sentence.
+            place: Position of the first of `tokens` in its generated text.
+            tokens: Token ids.
+        """
+        reported = self.told.get(number, 0)
+        if self.on_tokens is not None and (new := list(tokens[reported - place :])):
+            self.told[number] = reported + len(new)
             self.on_tokens(number, new)
 
     def _called(self, inputs: dict[str, Tensor], kwargs: dict[str, Any]) -> Any:
-        """What `generate` returns; scored, where scores are asked for; or a loop that it has begun."""
+        """Call `generate`.
+
+        Returns:
+            The output of `generate`, `Scored` sequences if scores were requested, or a
+            `SuspendedDecode`.
+        """
         if not self.scores:
             return self.model.generate(**inputs, **kwargs)
         if not (self.by_transformers or engine.is_disabled()):
             if who_stands_between(self.model, self.config, kwargs) is None:
                 with requesting(self.model, scored=True):
-                    found = self.model.generate(**inputs, **kwargs)
-                if isinstance(found, Scored | SuspendedDecode):
-                    return found
+                    result = self.model.generate(**inputs, **kwargs)
+                if isinstance(result, Scored | SuspendedDecode):
+                    return result
             self.by_transformers = True
         return sequence_scores.by_transformers(self.model, inputs, kwargs, self.ends)
 
     def _each(self, batch: Batch, output: Any) -> Iterator[Any]:
-        """What is yielded for each sentence of a batch."""
+        """Return the results to yield for the sentences of a batch."""
         if not self.scores:
             return self._cut(batch, output.cpu())
         scores = output.scores.cpu().split(self.copies)
         return map(Scored, self._cut(batch, output.sequences.cpu()), scores)
 
     def _cut(self, batch: Batch, found: Tensor) -> Iterator[Tensor]:
-        """The sequences of each sentence, from those of all, without their padding."""
+        """Yield the sequences of each sentence without their padding, given those of the batch."""
         for row, sentence in enumerate(batch.sentences):
             own = found[row * self.copies : (row + 1) * self.copies]
             prompt = 1
@@ -263,7 +291,7 @@ class _Stream:
         self.told.pop(number, None)
 
     def _length(self, sequences: Tensor, prompt: int) -> int:
-        """Tokens up to the last end, that of the longest sequence."""
+        """Return the length of the longest sequence, up to and including its end token."""
         generated = sequences[:, prompt:]
         if not generated.numel():
             return prompt
@@ -273,17 +301,26 @@ class _Stream:
 
 
 class _Waiting:
-    """The sentences of a window that have not begun, the longest first.
+    """The sentences of a window that have not started, the longest first.
 
-    first: the first token of each output, or nothing.
-    alike: a batch has sentences of one length alone. apart: of one first token alone.
-    error: why there are no more, where the inputs have failed behind them.
+    Args:
+        sentences: Token ids (L,) int64 of each sentence.
+        first: First token of each output, or empty.
+        max_tokens: Maximum number of tokens in a batch, including padding.
+        alike: Whether all sentences of a batch must have the same length.
+        apart: Whether all sentences of a batch must have the same first token.
+        error: The exception that ended the inputs after these sentences, or None.
     """
 
     def __init__(
-        self, sentences: list[Tensor], first: list[int], max_tokens: int, alike: bool, apart: bool,
+        self,
+        sentences: list[Tensor],
+        first: list[int],
+        max_tokens: int,
+        alike: bool,
+        apart: bool,
         error: Exception | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sentences, self.first, self.max_tokens, self.error = (
             sentences,
             first,
@@ -297,9 +334,9 @@ class _Waiting:
         self.order = sorted(range(len(sentences)), key=lambda i: (self.kinds[i][0], -lengths[i]))
 
     def take(self, room: int) -> Batch | None:
-        """The next batch, of as many as fit into `room` tokens beside the first of them; None where that does not.
+        """Return the next batch of at most `room` tokens, or None if no sentence fits or is left.
 
-        In a room of `max_tokens` a sentence always fits.
+        With `room` = `max_tokens`, a single sentence always fits.
         """
         if not self.order:
             return None
@@ -321,11 +358,24 @@ class _Waiting:
 _FIRST = "forced_bos_token_id"
 
 _REFUSED = {
-    "inputs", "input_ids", "attention_mask", "inputs_embeds", "encoder_outputs", "decoder_input_ids",
-    "decoder_inputs_embeds", "decoder_attention_mask", "position_ids", "token_type_ids", "streamer", *CACHE_ARGUMENTS,
-    "stopping_criteria", "stop_strings", "prefix_allowed_tokens_fn",
-}  # fmt: skip
-"""Inputs, which a stream makes itself, and what ends a text without a token that says so or knows a batch's order."""
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "inputs_embeds",
+    "encoder_outputs",
+    "decoder_input_ids",
+    "decoder_inputs_embeds",
+    "decoder_attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "streamer",
+    *CACHE_ARGUMENTS,
+    "stopping_criteria",
+    "stop_strings",
+    "prefix_allowed_tokens_fn",
+}
+"""Unsupported arguments of `generate`: inputs, which a stream creates itself; criteria that end a
+text without an end token; and arguments that depend on the order of sentences in a batch."""
 
 
 def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:

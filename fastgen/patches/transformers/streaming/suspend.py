@@ -1,4 +1,4 @@
-"""Calls of `generate` that hand back their loop when it has begun, so that it goes on beside those of other calls."""
+"""Suspension: `generate` returns its decode loop after the start, to resume it alongside others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from fastgen.patches.transformers.generate.report import note_served
 
 @dataclass
 class Request:
-    """That a call of a model's `generate` may pause.
+    """Request that a call of a model's `generate` suspend its loop.
 
     Attributes:
-        refused: why it may not after all, which the call counts.
-        calls: of `generate` so far; the loop of a second one is not what the caller gets.
+        refused: Why it may not be suspended, which the call counts; None if it may.
+        calls: Calls of `generate` so far. The caller does not get the loop of a nested call.
     """
 
     refused: str | None = None
@@ -32,11 +32,14 @@ class Request:
 
 @dataclass
 class SuspendedDecode:
-    """A loop that has begun, or is over.
+    """A suspended decode loop.
 
     Attributes:
-        name: the patch that runs it. output: makes what `generate` returns of it.
-        left_off: what it does without beside what its plan says, each with the reason.
+        name: Name of the patch that runs it.
+        model: The stepper of its decode steps.
+        search: The search and its state.
+        output: Builds the return value of `generate`, once the loop is over.
+        left_off: Features disabled in this call in addition to those of its plan, with reasons.
     """
 
     name: str
@@ -46,7 +49,7 @@ class SuspendedDecode:
     left_off: tuple[str, ...] = ()
 
     def finish(self) -> Any:
-        """Return what `generate` returns, once the loop is over."""
+        """Count the call and return the value of `generate`, once the loop is over."""
         output = self.output()
         self.model.hand_back()
         note_served(self.name, self.model.model, self.model.report(), self.left_off)
@@ -54,14 +57,14 @@ class SuspendedDecode:
 
 
 def note_call(model: Any) -> None:
-    """Note that a model's `generate` is called."""
+    """Record a call of a model's `generate`."""
     request = call_of(model).suspension
     if request is not None:
         request.calls += 1
 
 
 def refuse(model: Any, reason: str) -> None:
-    """Let no loop of a model pause any more, if one was asked to."""
+    """Disallow suspending loops of a model, if that was requested."""
     request = call_of(model).suspension
     if request is not None:
         request.refused = request.refused or reason
@@ -70,7 +73,14 @@ def refuse(model: Any, reason: str) -> None:
 def decide(
     model: Any, plan: Plan, step: DecoderStep | None, criteria: Sequence[Any]
 ) -> tuple[bool, str | None]:
-    """Whether a loop pauses; if it was asked to and does not, what to count."""
+    """Return whether to suspend a loop, and what to count if that was requested but is refused.
+
+    Args:
+        model: The model.
+        plan: Plan of the call.
+        step: The fused decode step, or None.
+        criteria: Stopping criteria of the call.
+    """
     request = call_of(model).suspension
     if request is None:
         return False, None
