@@ -2,7 +2,7 @@
 
 Examples:
     fastgen generate MODEL --input text.en --output text.es --num-beams 4 --max-new-tokens 128
-    fastgen generate MODEL --input news.jsonl.gz --column article \
+    fastgen generate MODEL --input news.jsonl.gz --column article \\
         --output summaries.jsonl.gz --prefix "summarize: "
 """
 

@@ -3,8 +3,8 @@
 The small model drafts the next tokens of every text until its confidence is too low (*fallback*),
 it has drafted `max_draft` tokens, or the text ends. The large model then verifies the drafts of all
 texts in one pass. It replaces the first rejected token by its own and discards the tokens after it
-(*rollback*). After a fully accepted draft it appends one token. KV cache entries of discarded tokens
-are overwritten.
+(*rollback*). After a fully accepted draft it appends one token. KV cache entries of discarded
+tokens are overwritten.
 
 Texts advance by different numbers of tokens and do not depend on each other: each equals the result
 of a run with that text alone.
@@ -91,7 +91,8 @@ class _Text:
         row: its index in the current batch.
         tokens: its generated tokens.
         drafted: number of its last tokens that are not verified.
-        held: number of generated tokens in the KV cache of the small and of the large model.
+        held: number of generated tokens in the KV caches of the small and the large model; -1 if
+            the last prompt token has not run.
         ended: whether its last token ends it.
         counts: its statistics.
     """
@@ -236,7 +237,7 @@ class Bild:
             newest = [range(len(text.tokens), len(text.tokens) + 1) for text in drafting]
             scores, places = self._scores(_SMALL, drafting, newest)
             tokens, confidence = self.policy.draft(scores, places)
-            confident: list[_Text] = []
+            kept: list[_Text] = []
             for text, token, probability in zip(drafting, tokens, confidence, strict=True):
                 text.counts.small_calls += 1
                 if probability < self.fallback:
@@ -246,11 +247,9 @@ class Bild:
                 text.counts.drafted += 1
                 text.drafted += 1
                 self._write(text, "draft", token)
-                confident.append(text)
-            self._find_ends(confident)
-            drafting = [
-                text for text in confident if not text.ended and text.drafted < self.max_draft
-            ]
+                kept.append(text)
+            self._find_ends(kept)
+            drafting = [text for text in kept if not text.ended and text.drafted < self.max_draft]
         if self.paper_compat:
             for text in texts:
                 if text.ended and text.drafted:
@@ -327,9 +326,9 @@ class Bild:
         Args:
             size: `_SMALL` or `_LARGE`.
             texts: the texts to run.
-            lengths: for each text a range of lengths. The score at a length is that of the token
-                that follows as many generated tokens. A range starts at most one after the tokens
-                that the model holds, and ends at the end of the text at most.
+            lengths: for each text a range of lengths. The scores at length n are those of the token
+                after the first n generated tokens. A range starts at `held` + 1 or later, or at 0
+                if prefill returned logits. It ends at the end of the text at most.
 
         Returns:
             Scores (N, V) and their N places.
@@ -363,11 +362,9 @@ class Bild:
             for text, wanted in zip(texts, lengths, strict=True)
             for place in wanted
         ]
-        scores = logits if whole else torch.cat(pieces)
-        if self.vocabulary not in (
-            None,
-            scores.shape[1],
-        ):  # one tokenizer, but other rows that stand for nothing
+        scores = logits if exact else torch.cat(pieces)
+        # Models with the same tokenizer may pad their vocabularies to different sizes.
+        if self.vocabulary not in (None, scores.shape[1]):
             missing = self.vocabulary - scores.shape[1]
             scores = F.pad(scores[:, : self.vocabulary], (0, max(0, missing)), value=-torch.inf)
         return self._edited(scores, places), places

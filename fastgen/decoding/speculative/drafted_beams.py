@@ -1,9 +1,10 @@
-"""Beam search whose steps a small model drafts: the large one reads all beams and what may become of them in one pass.
+"""Speculative beam search: one pass of the large model runs all beams and drafted continuations.
 
-The search itself is untouched: it asks for the logits of its newest texts, step by step. Where a pass has read all of
-them already, as continuations that the small model thought likely, they are there. Else the next pass reads the newest
-tokens and new drafts: the small model makes a beam search of its own from the present beams, some steps deep, and each
-step's `width` best continuations are drafts. So the result is that of the search alone, whatever is drafted.
+The search itself is unchanged and requests the logits of its newest texts step by step. If an
+earlier pass has run all of them as drafts, their logits are already there. Otherwise the next pass
+runs the newest tokens and new drafts. To draft, the small model runs a beam search of its own from
+the current beams, `depth` steps deep, and the `width` best continuations of each step are drafts.
+The result is that of the search alone, whatever is drafted.
 """
 
 import math
@@ -18,7 +19,7 @@ from fastgen.models.runtime.tree_step import ROOT
 
 
 class Branching(Protocol):
-    """A model of B sentences whose texts branch (`models.runtime.tree_step.Tree`)."""
+    """Model that runs trees of tokens for B sentences, as `models.runtime.tree_step.Tree` does."""
 
     @property
     def nodes(self) -> int: ...
@@ -27,7 +28,15 @@ class Branching(Protocol):
 
 @dataclass
 class Passes:
-    """What was done: steps of the search, passes of the large and the small model, and nodes that each has run."""
+    """Statistics of a search.
+
+    Attributes:
+        steps: decode steps of the search.
+        large_calls: passes of the large model.
+        small_calls: passes of the small model.
+        large_nodes: nodes per sentence that the large model has run.
+        small_nodes: nodes per sentence that the small model has run.
+    """
 
     steps: int = 0
     large_calls: int = 0
@@ -37,25 +46,26 @@ class Passes:
 
 
 class _Known:
-    """What a model has said of the nodes of a tree that may still be asked for.
+    """Logits of the nodes of a tree that may still be needed.
 
-    first: logits (B, V) of what follows the prompts.
+    Args:
+        tree: runs new nodes.
+        first: (B, V), logits of the first new token.
     """
 
     def __init__(self, tree: Branching, first: Tensor) -> None:
         self.tree = tree
-        self._children: list[dict[tuple[int, int], int]] = [
-            {} for _ in range(len(first))
-        ]  # by node and token
+        # Node by parent node and token, for each sentence.
+        self._children: list[dict[tuple[int, int], int]] = [{} for _ in range(len(first))]
         self._new: list[list[tuple[int, int]]] = [[] for _ in range(len(first))]
         self._logits: dict[int, Tensor] = {ROOT: first}  # (B, V) by node
 
     def has(self, sentence: int, parent: int, token: int) -> bool:
-        """Whether the logits behind a node and a token are there."""
+        """Return whether the child of a node by a token is known."""
         return (parent, token) in self._children[sentence]
 
     def node(self, sentence: int, parent: int, token: int) -> int:
-        """The node of a token behind a node, which the next `run` runs if it has not been."""
+        """Return the child of a node by a token; the next `run` runs it if it is new."""
         known, new = self._children[sentence], self._new[sentence]
         if (parent, token) not in known:
             known[parent, token] = self.tree.nodes + len(new)
@@ -63,7 +73,7 @@ class _Known:
         return known[parent, token]
 
     def run(self) -> int:
-        """Run the new nodes; return how many of each sentence there were."""
+        """Run the new nodes; return their number per sentence, padding included."""
         count = max(map(len, self._new))
         if count:
             start = self.tree.nodes
@@ -79,7 +89,7 @@ class _Known:
         return count
 
     def forget(self, nodes: Sequence[Collection[int]]) -> None:
-        """Forget all but these nodes of each sentence and their children."""
+        """Drop the logits of all but these nodes of each sentence and their children."""
         for known, kept in zip(self._children, nodes, strict=True):
             for child in [child for child in known if child[0] not in kept]:
                 del known[child]
@@ -93,67 +103,81 @@ class _Known:
         return next(iter(self._logits.values())).shape[1]
 
     def logits(self, sentence: int, nodes: Sequence[int]) -> Tensor:
-        """(N, V), a copy."""
+        """Return a copy of the logits of N nodes, (N, V)."""
         return torch.stack([self._logits[node][sentence] for node in nodes])
 
 
 class _Front(NamedTuple):
-    """Texts of a sentence from which is drafted: their nodes in the large model's tree, and scores (N,)."""
+    """Texts of a sentence that the next draft step extends.
+
+    Attributes:
+        nodes: their N nodes in the large model's tree.
+        scores: (N,), running scores.
+    """
 
     nodes: list[int]
     scores: Tensor
 
 
 class DraftedBeams:
-    """The steps of a beam search over B sentences with M beams.
+    """Decode steps of a beam search over B sentences with M beams.
 
     Args:
-        large, small: the models, with the logits (B, V) of what follows the prompts.
-        width: drafts of a step. depth: steps that are drafted.
-        ends: tokens behind which no beam goes on. longest: tokens of a text at most.
+        large: the large model.
+        small: the small model.
+        first: (B, V) each, logits of the first new token by the large and the small model.
+        beams: M.
+        width: number of drafts per draft step and sentence.
+        depth: number of draft steps.
+        ends: tokens after which no beam continues.
+        longest: maximum number of tokens of a text.
+
+    Attributes:
+        passes: statistics of the search.
     """
 
     def __init__(
-        self, large: Branching, small: Branching, first: tuple[Tensor, Tensor], beams: int, width: int, depth: int,
-        ends: Sequence[int] = (), longest: float = math.inf,
+        self, large: Branching, small: Branching, first: tuple[Tensor, Tensor], beams: int,
+        width: int, depth: int, ends: Sequence[int] = (), longest: float = math.inf,
     ) -> None:  # fmt: skip
         sentences = len(first[0])
         self.large, self.small = _Known(large, first[0]), _Known(small, first[1])
         self.width, self.depth, self.ends = width, depth, list(ends)
         self.longest = longest
         self.passes = Passes()
-        self._at = [
-            [ROOT] * beams for _ in range(sentences)
-        ]  # of each beam, without its newest token
-        self._scores = [{ROOT: 0.0} for _ in range(sentences)]  # by node of the large tree
-        self._origins: list[dict[int, tuple[int, int]]] = [
-            {} for _ in range(sentences)
-        ]  # of those: parent and token
-        self._same = [
-            {ROOT: ROOT} for _ in range(sentences)
-        ]  # nodes of the small tree by those of the large one
+        # Node of each beam, without its newest token.
+        self._at = [[ROOT] * beams for _ in range(sentences)]
+        # By node of the large tree: score, parent and token, node of the small tree.
+        self._scores = [{ROOT: 0.0} for _ in range(sentences)]
+        self._origins: list[dict[int, tuple[int, int]]] = [{} for _ in range(sentences)]
+        self._same = [{ROOT: ROOT} for _ in range(sentences)]
 
     def step(self, ids: Tensor) -> Tensor:
-        """Return the logits (B * M, V) fp32 of what follows ids (B * M, L); the caller's to change."""
+        """Run the newest token of ids (B * M, L).
+
+        Returns:
+            Logits (B * M, V) fp32, which the caller may modify.
+        """
         newest: list[list[int]] = cast(Any, ids[:, -1].view(len(self._at), -1)).tolist()
         self.passes.steps += 1
-        each = [
+        # Parent node and newest token of each beam.
+        beams = [
             list(zip(at, tokens, strict=True)) for at, tokens in zip(self._at, newest, strict=True)
         ]
-        scores = [self._scores_of(b, children) for b, children in enumerate(each)]
+        scores = [self._scores_of(b, children) for b, children in enumerate(beams)]
         if not all(
-            self.large.has(b, *child) for b, children in enumerate(each) for child in children
+            self.large.has(b, *child) for b, children in enumerate(beams) for child in children
         ):
-            self._pass(each, scores, int(min(self.depth, self.longest - ids.shape[1])))
+            self._pass(beams, scores, int(min(self.depth, self.longest - ids.shape[1])))
         self._at = [
-            [self.large.node(b, *child) for child in children] for b, children in enumerate(each)
+            [self.large.node(b, *child) for child in children] for b, children in enumerate(beams)
         ]
-        for known, nodes, found in zip(self._scores, self._at, scores, strict=True):
-            known.update(zip(nodes, found, strict=True))
+        for known, nodes, node_scores in zip(self._scores, self._at, scores, strict=True):
+            known.update(zip(nodes, node_scores, strict=True))
         return torch.cat([self.large.logits(b, nodes) for b, nodes in enumerate(self._at)])
 
     def reorder(self, parents: Tensor) -> None:
-        """Let beam m of sentence b continue beam parents[b, m]; parents: (B, M) int64."""
+        """Make beam m of sentence b continue beam parents[b, m]; parents is (B, M) int64."""
         chosen: list[list[int]] = cast(Any, parents).tolist()
         self._at = [
             [at[parent] for parent in row] for at, row in zip(self._at, chosen, strict=True)
@@ -165,7 +189,13 @@ class DraftedBeams:
         scores: Sequence[Sequence[float]],
         depth: int,
     ) -> None:
-        """Let the large model read the newest tokens, each behind its node, and drafts of some steps behind them."""
+        """Run the newest tokens and new drafts through the large model in one pass.
+
+        Args:
+            newest: parent node and token of each beam, for each sentence.
+            scores: running scores of the beams.
+            depth: number of draft steps.
+        """
         self.large.forget([set(at) for at in self._at])
         self.small.forget(
             [
@@ -188,15 +218,14 @@ class DraftedBeams:
         self, b: int, children: Sequence[tuple[int, int]], scores: Sequence[float]
     ) -> _Front:
         nodes = [self._large_node(b, *child) for child in children]
-        once = dict(
-            zip(nodes, scores, strict=True)
-        )  # before their first choice all beams are the same
+        # Before the first selection all beams are the same node.
+        unique = dict(zip(nodes, scores, strict=True))
         return _Front(
-            list(once), torch.tensor(list(once.values()), dtype=torch.float32, device="cpu")
+            list(unique), torch.tensor(list(unique.values()), dtype=torch.float32, device="cpu")
         )
 
     def _drafted(self, b: int, front: _Front) -> _Front:
-        """The `width` best continuations by the small model."""
+        """Return the `width` best continuations under the small model."""
         vocabulary = self.large.vocabulary
         log_probs = torch.log_softmax(
             self.small.logits(b, self._small_nodes(b, front.nodes))[:, :vocabulary], 1
@@ -220,17 +249,22 @@ class DraftedBeams:
         return [self._small_node(b, node) for node in nodes]
 
     def _small_node(self, b: int, node: int) -> int:
-        """The node of the small model's tree that is the same text as one of the large model's."""
+        """Return the small model's node for the text of a large model's node."""
         if node not in self._same[b]:
             parent, token = self._origins[b][node]
             self._same[b][node] = self.small.node(b, self._small_node(b, parent), token)
         return self._same[b][node]
 
     def _scores_of(self, b: int, children: Sequence[tuple[int, int]]) -> list[float]:
-        """The log-probabilities of texts that the search goes on with, by the large model and without edits."""
+        """Return log-probabilities of texts under the large model, before transforms.
+
+        Args:
+            b: the sentence.
+            children: parent node and newest token of each text.
+        """
         parents, tokens = [parent for parent, _ in children], [token for _, token in children]
         log_probs = torch.log_softmax(self.large.logits(b, parents), 1)
-        found: list[float] = cast(
+        token_scores: list[float] = cast(
             Any,
             log_probs[
                 torch.arange(len(tokens), dtype=torch.int64, device=log_probs.device), tokens
@@ -238,5 +272,5 @@ class DraftedBeams:
         ).tolist()
         return [
             self._scores[b][parent] + log_prob
-            for parent, log_prob in zip(parents, found, strict=True)
+            for parent, log_prob in zip(parents, token_scores, strict=True)
         ]

@@ -1,9 +1,11 @@
 """Answers of a server: JSON in, JSON or server-sent events out, within the limits of its settings.
 
     POST /generate
-        {"text": "..."}          -> {"output": "...", "outputs": ["..."], "tokens": 7, "model":
-        "..."} {"texts": ["...", ...]}  -> {"answers": [{"output": ...}, ...], "model": "..."} with
-        "options": {"num_beams": 4, ...} (`requests.Wanted`); with "stream": true, events
+        {"text": "..."}
+            answer: {"output": "...", "outputs": ["..."], "tokens": 7, "model": "..."}
+        {"texts": ["...", ...]}
+            answer: {"answers": [{"output": ...}, ...], "model": "..."}
+        with "options": {"num_beams": 4, ...} (`requests.Wanted`); with "stream": true, events
     POST /v1/completions
         as OpenAI's, with the options of `Wanted` in addition
     GET /health
