@@ -1,6 +1,7 @@
-"""What `fastgen install-hook` has Python import at its start: it imports fastgen once a toolkit is imported.
+"""Import fastgen as soon as Python imports a toolkit.
 
-Nothing else happens at the start, and nothing at all in processes that use no toolkit.
+`fastgen install-hook` has Python import this module at startup. The module does nothing else, and
+has no effect in processes that use no toolkit.
 """
 
 import sys
@@ -9,17 +10,18 @@ TOOLKITS = ("fairseq", "transformers")
 
 
 class _Finder:
-    """Finds no module; notices the first import of a toolkit."""
+    """A finder that finds no module and notices the first import of a toolkit."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name in TOOLKITS:
             sys.meta_path.remove(cls)
             try:
-                import fastgen
-            except Exception as error:  # the user's program goes on without it
+                import fastgen  # noqa: F401
+            except Exception as error:  # the program continues without it
                 print(
-                    f"fastgen: not active, since importing it failed: {type(error).__name__}: {error}",
+                    "fastgen: not active, since importing it failed: "
+                    f"{type(error).__name__}: {error}",
                     file=sys.stderr,
                 )
 

@@ -1,4 +1,7 @@
-"""Compile the operations in C when fastgen is installed or a wheel of it is built; without a compiler, go on."""
+"""Compile the C operations when fastgen is installed or its wheel is built.
+
+Without a compiler the build continues without them.
+"""
 
 import importlib.util
 import sysconfig
@@ -13,7 +16,7 @@ LIBRARIES = "fastgen/ops/native/lib"
 
 class NativeOperations(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        # By its path: importing the package would ask for torch, which is not here yet.
+        # Load the module by its path: importing the package needs torch, which is not there yet.
         spec = importlib.util.spec_from_file_location(
             "build", Path(self.root, "fastgen/ops/native/build.py")
         )
@@ -24,7 +27,8 @@ class NativeOperations(BuildHookInterface[Any]):
         if version == "editable":
             reason = native.build()
         else:
-            # Away from the sources: a wheel holds what was compiled for it, and a checkout keeps its own libraries.
+            # Compile outside the sources, so that a wheel holds exactly what was compiled for it
+            # and a checkout keeps its own libraries.
             self.made = TemporaryDirectory()
             folder = Path(self.made.name, "lib")
             reason = native.build(folder)

@@ -1,1 +1,1 @@
-"""Benchmarks of fastgen against the unpatched toolkit and against CTranslate2; see README.md."""
+"""Benchmarks of fastgen against the unpatched toolkits and CTranslate2; see README.md."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` is `python -m benchmarks.run`."""
+"""Run `benchmarks.run` as `python -m benchmarks`."""
 
 import sys
 

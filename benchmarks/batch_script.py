@@ -1,6 +1,9 @@
-"""The script that many people have: a file through transformers, 32 lines at a time, in their order; no fastgen.
+"""Translate a file with plain transformers, 32 lines per batch in file order, without fastgen.
 
-python benchmarks/batch_script.py MODEL INPUT OUTPUT [--num-beams 4] [--max-new-tokens 128] [--threads N]
+Many people have a script like this one; `benchmarks.corpus` uses it as the baseline.
+
+    python benchmarks/batch_script.py MODEL INPUT OUTPUT
+        [--num-beams 4] [--max-new-tokens 128] [--batch-size 32] [--threads N]
 """
 
 import argparse

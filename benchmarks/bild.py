@@ -1,9 +1,11 @@
-"""Big-little decoding of a trained pair: quality and speed at every threshold, beside each model alone.
+"""Measure quality and speed of big-little decoding with a trained pair, at every threshold.
 
-    python -m benchmarks.bild LARGE SMALL --aligned FOLDER --train FILE --input FILE --reference FILE --append-eos
+    python -m benchmarks.bild LARGE SMALL --aligned FOLDER --train FILE --input FILE
+        --reference FILE --append-eos
 
-Where FOLDER is not there, `fastgen bild align` makes it of the lines of --train first. All ways to generate take turns
-at every batch. At batch 1 the counters also say what the best coordination of the same passes would take. One JSON
+Each model alone is measured as well. If FOLDER does not exist, `fastgen bild align` first creates
+it from the lines of `--train`. All ways to generate take turns at every batch. At batch 1 the
+counters also give the speed that an ideal coordination of the same passes would reach. One JSON
 file goes to benchmarks/results/<hardware>/.
 """
 
@@ -92,8 +94,12 @@ def _arguments() -> argparse.ArgumentParser:
         metavar="FILE",
         help="sources to align it on, where it is not there yet",
     )
-    parser.add_argument("--align-options", default="--epochs 5 --learning-rate 3e-4", metavar="TEXT",
-                        help="further options of `fastgen bild align` (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--align-options",
+        default="--epochs 5 --learning-rate 3e-4",
+        metavar="TEXT",
+        help="further options of `fastgen bild align` (default: %(default)s)",
+    )
     parser.add_argument("--input", type=Path, required=True, metavar="FILE")
     parser.add_argument(
         "--reference", type=Path, required=True, metavar="FILE", help="validation text"
@@ -146,21 +152,26 @@ def _align(args: argparse.Namespace) -> None:
 
 
 def _points(args: argparse.Namespace) -> dict[str, Point]:
-    """By kind and thresholds: the sweep, lossless, drafts of a fixed length, and drafts where they pay by the clock."""
+    """Return the points to measure, by label.
+
+    These are every pair of thresholds, lossless decoding for each fallback threshold, lossless
+    drafts of fixed lengths, and one adaptive lossless point that drafts only while measured times
+    favour it.
+    """
     by_thresholds = [
         Point(f, r, MAX_DRAFT) for f, r in itertools.product(args.fallback, args.rollback)
     ]
     lossless = [Point(fallback, None, MAX_DRAFT) for fallback in args.fallback]
-    found = {str(point): point for point in (*by_thresholds, *lossless)}
-    found[ADAPTIVE] = lossless[len(lossless) // 2]
-    return found | {f"drafts of {n}, lossless": Point(0.0, None, n) for n in FIXED_DRAFTS}
+    points = {str(point): point for point in (*by_thresholds, *lossless)}
+    points[ADAPTIVE] = lossless[len(lossless) // 2]
+    return points | {f"drafts of {n}, lossless": Point(0.0, None, n) for n in FIXED_DRAFTS}
 
 
 def _of_batch_size(
-    size: int, large: Any, smalls: dict[str, Any], tokenizer: Any, sources: list[list[int]], references: list[str],
-    args: argparse.Namespace,
+    size: int, large: Any, smalls: dict[str, Any], tokenizer: Any, sources: list[list[int]],
+    references: list[str], args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    """A cell for each way to generate in batches of this size."""
+    """Return one cell for each way to generate in batches of this size."""
     greedy = pair.greedy(large, args.max_new_tokens)
     batches = sweep.batches_of(sources, size, large)
     points = _points(args)
@@ -178,33 +189,34 @@ def _of_batch_size(
     for which, small in smalls.items() if size == 1 else ():
         arms[f"{ASSISTED}, {which}"] = disabled(_arm(large, greedy | {"assistant_model": small}))
         kinds[f"{ASSISTED}, {which}"] = {"small": which, "point": None}
-    found = sweep.measure(arms, batches, args.rounds)
-    texts = {name: sweep.texts_of(each, batches, tokenizer, True) for name, each in found.items()}
+    measured = sweep.measure(arms, batches, args.rounds)
+    texts = {
+        name: sweep.texts_of(result, batches, tokenizer, True) for name, result in measured.items()
+    }
     quality = _quality(texts, references, args.scale == "tiny")
     agreements = Agreements(large, [batch.inputs for batch in batches], greedy)
     cells: dict[str, Any] = {}
-    for name, each in found.items():
+    for name, result in measured.items():
         point = kinds[name]["point"]
         exact = (
             name == LARGE
             or name.startswith(ASSISTED)
             or (point is not None and point["rollback"] is None)
         )
-        verdict = agreements(found[STOCK].outputs, each.outputs) if exact else None
+        verdict = agreements(measured[STOCK].outputs, result.outputs) if exact else None
         equal = None if verdict is None else verdict.equal
         cell = kinds[name] | {
             "batch": size,
             "equal": equal,
             **quality[name],
-            **each.over(found[LARGE]),
+            **result.over(measured[LARGE]),
         }
-        cell["over_transformers"] = each.over(found[STOCK])["ratio"]
+        cell["over_transformers"] = result.over(measured[STOCK])["ratio"]
         if verdict is not None:
             cell |= {"near_ties": verdict.near_ties, "note": verdict.note}
         if equal is False:
-            cell |= dict.fromkeys(
-                ("ratio", "low", "high", "over_transformers")
-            )  # no speed on a mismatch
+            # Report no speed on a mismatch.
+            cell |= dict.fromkeys(("ratio", "low", "high", "over_transformers"))
         cells[f"batch {size}, {name}"] = cell
     return cells
 
@@ -219,9 +231,12 @@ def _arm(model: Any, options: dict[str, Any]) -> Arm:
 def _quality(
     texts: dict[str, list[str]], references: list[str], tiny: bool
 ) -> dict[str, dict[str, Any]]:
-    """BLEU of each way, its 95% interval, and how likely so much of a difference to the large model is by chance.
+    """Return the BLEU score of each way to generate, with its 95% interval and p-value.
 
-    Source: Koehn 2004, paired bootstrap; by sacrebleu.
+    The p-value is the probability that a difference this large from the large model arises by
+    chance.
+
+    Source: Koehn 2004, paired bootstrap; computed by sacrebleu.
     """
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.significance import PairedTest
@@ -245,9 +260,12 @@ def _quality(
 def _costs(
     large: Any, smalls: dict[str, Any], sources: list[list[int]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Seconds at batch 1: a step of the large model alone, a pass of it over k tokens, one of the small one, encoders.
+    """Return times at batch 1, in seconds.
 
-    A step among steps is not a pass over one token among other passes, whose weights the caches hold as well.
+    These are a decode step of the large model alone, a pass of the large model over k tokens, a
+    pass of the small model, and the encoder of each model. A step of the large model alone is not
+    equivalent to its pass over one token during big-little decoding: there the CPU caches hold the
+    small model's weights as well.
     """
     greedy = pair.greedy(large, args.max_new_tokens)
     batches = sweep.batches_of(sources, 1, large)
@@ -274,11 +292,11 @@ def _costs(
         for (is_large, tokens), times in sorted(passes.items())
         if is_large
     }
-    of_small = statistics.median(passes[False, 1])
+    small_pass = statistics.median(passes[False, 1])
     return {
         "large_step": statistics.median(steps),
         "large_pass": table,
-        "small_pass": of_small,
+        "small_pass": small_pass,
         "encoder": encoders,
     }
 
@@ -287,9 +305,12 @@ def _costs(
 def _watched_passes(
     large: Any, passes: dict[tuple[bool, int], list[float]], steps: list[float]
 ) -> Iterator[None]:
-    """Within it, the seconds of every pass of both models are noted, by whose it is and over how many tokens.
+    """Record the seconds of every pass of both models within the context.
 
-    steps: of the large model where it runs alone.
+    Args:
+        large: the large model.
+        passes: receives the times, by (whether the pass is the large model's, number of tokens).
+        steps: receives the times of the large model's decode steps where it runs alone.
     """
     extends, steps_on = bild._Whole.extend, bild.FusedDecoder.__call__
 
@@ -320,7 +341,7 @@ def _watched_passes(
 
 
 def _encoder_seconds(model: Any, batches: Sequence[Batch]) -> float:
-    """Of one source, as `generate` runs it; the median."""
+    """Return the median time of the encoder for one source, as `generate` runs it."""
     began: list[float] = []
     times: list[float] = []
     hooks: list[Callable[..., Any]] = [
@@ -337,7 +358,7 @@ def _encoder_seconds(model: Any, batches: Sequence[Batch]) -> float:
 
 
 def _add_ideal(result: dict[str, Any], sentences: int) -> None:
-    """Add to the cells of batch 1 how fast the passes that were made can be, and how much of that was reached."""
+    """Add the ideal speed-up and the efficiency reached to the cells of batch 1."""
     for cell in result["cells"].values():
         if cell["batch"] == 1 and cell["point"] is not None and cell["ratio"] is not None:
             cell["ideal"] = ideal(cell["counts"], sentences, result["cost"])
@@ -345,35 +366,41 @@ def _add_ideal(result: dict[str, Any], sentences: int) -> None:
 
 
 def ideal(counts: dict[str, int], sentences: int, cost: dict[str, Any]) -> float:
-    """How many times as fast as the large model alone the counted passes are, with nothing around them.
+    """Return the speed-up over the large model alone if only the counted passes took time.
 
-    A pass of the large model reads what was drafted since its last one and its own last token; the table of its
-    times is read, between its entries, at the mean of that.
+    A pass of the large model reads the tokens drafted since its previous pass and its own last
+    token. The time of a pass is interpolated in the measured table at the mean number of these
+    tokens.
+
+    Args:
+        counts: counters of big-little decoding, summed over all sentences.
+        sentences: number of sentences.
+        cost: times of passes and encoders, as `_costs` returns them.
     """
     widths = sorted(cost["large_pass"])
     mean = (counts["drafted"] + counts["large_calls"]) / max(1, counts["large_calls"])
     at_mean = float(np.interp(mean, widths, [cost["large_pass"][width] for width in widths]))
     encoders = cost["encoder"]
     alone = sentences * encoders["large"] + counts["tokens"] * cost["large_step"]
-    together = sentences * (encoders["large"] + encoders["small"])
-    together += counts["small_calls"] * cost["small_pass"] + counts["large_calls"] * at_mean
-    return alone / together
+    combined = sentences * (encoders["large"] + encoders["small"])
+    combined += counts["small_calls"] * cost["small_pass"] + counts["large_calls"] * at_mean
+    return alone / combined
 
 
 def _lines(cells: dict[str, Any], size: int) -> list[str]:
-    found: list[str] = []
+    lines: list[str] = []
     for name, cell in cells.items():
         if cell["batch"] != size:
             continue
         if cell["ratio"] is None:
-            found.append(f"{name:<62}outputs differ, no speed given: {cell['note']}")
+            lines.append(f"{name:<62}outputs differ, no speed given: {cell['note']}")
             continue
         reached = (
             f"  {cell['efficiency']:.0%} of ideal {cell['ideal']:.2f}x" if "ideal" in cell else ""
         )
         bleu = f"BLEU {cell['bleu']:.2f} (p {cell['p_value']:.3f})"
-        found.append(f"{name:<62}{cell['ratio']:6.2f}x  {bleu}{reached}")
-    return found
+        lines.append(f"{name:<62}{cell['ratio']:6.2f}x  {bleu}{reached}")
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The benchmark cases, as data: which model at which size, and what `generate` is asked for.
+"""The benchmark cases as data: the model, its size, and the arguments of `generate`.
 
-Models are built from a config at the real shape, with random seeded weights, so nothing is downloaded. `Case.tiny()`
-shrinks a case to something that runs in a second, for tests of the benchmark's own logic; its figures mean nothing.
+Models are built from a config at their real shape, with random seeded weights, so nothing is
+downloaded. `Case.tiny()` shrinks a case to something that runs in a second. It serves tests of the
+benchmark's own logic; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ EXAMPLE = ROOT / "examples" / "en-es"
 
 @dataclass(frozen=True)
 class Shape:
-    """A model with random weights: a transformers config class by name, its values, and those of the tiny version."""
+    """A transformers model with random weights.
+
+    Attributes:
+        config: name of the transformers config class.
+        values: arguments of that class.
+        tiny: arguments that differ in the tiny version.
+        weights: distribution of the random weights.
+    """
 
     config: str
     values: dict[str, Any]
@@ -53,9 +61,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class FairseqShape:
-    """A transformer of fairseq's with random weights: its architecture by name, its options, and the tiny version's.
+    """A fairseq transformer with random weights.
 
-    words: of its dictionary, without the four special ones.
+    Attributes:
+        architecture: name of the fairseq architecture.
+        values: options of that architecture.
+        words: size of its dictionary without the four special symbols.
+        weights: distribution of the random weights.
     """
 
     architecture: str
@@ -68,7 +80,7 @@ class FairseqShape:
         return replace(self, values=self.values | _fairseq(2, 32, 4, 64), words=57)
 
     def build(self, dtype: torch.dtype, device: str) -> Any:
-        """Return the model in evaluation mode, with the same weights every time, ready to generate."""
+        """Return the model, ready to generate, with the same weights every time."""
         from argparse import Namespace
         from types import SimpleNamespace
 
@@ -86,9 +98,8 @@ class FairseqShape:
         torch.manual_seed(0)
         model = ARCH_MODEL_REGISTRY[self.architecture].build_model(args, task)
         self.weights.fill(model, model.decoder)
-        torch.nn.Module.load_state_dict(
-            model, model.state_dict()
-        )  # as checkpoints are: then its fused layers run
+        # Load the weights as from a checkpoint, which makes fairseq use its fused layers.
+        torch.nn.Module.load_state_dict(model, model.state_dict())
         model.dictionary = dictionary
         model = model.to(device=device, dtype=dtype).eval()
         model.make_generation_fast_()
@@ -97,27 +108,32 @@ class FairseqShape:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table.
+    """One row of the table of benchmarks.
 
     Attributes:
-        kind: which runner measures it: generate, best_batch, text, grid, step_time, setting, memory, fairseq or
-            command.
+        name: name on the command line and of the results file.
+        kind: runner that measures it: generate, best_batch, text, grid, step_time, setting, memory,
+            fairseq or command.
         help: one line for the reader.
-        shape: the model; None where `models` or a trained model is used.
-        batch, source, beams, new_tokens: sentences, tokens of each source or prompt, beams, tokens generated.
+        shape: the model; None if `models` or a trained model is used.
+        batch: number of sentences B.
+        source: tokens of each source or prompt.
+        beams: number of beams M.
+        new_tokens: tokens to generate.
         options: further arguments of `generate`, or of fairseq's generator.
-        target: speed-up over the unpatched toolkit to reach, of a setting over its first value; None where
-            there is none.
-        gpu_target: the same on a GPU, where it is another.
-        peer_target: speed-up over the peer to reach.
-        setting: an environment variable of fastgen's and the two values to compare; None for other kinds.
-        floor_target: times its floor that a decode step of one sentence may take at most.
-        models: for a table over several models, their names in SHAPES (grid) or in CASES (memory).
-        grid: for a grid, the values of batch, beams and source; for step times, of what is changed, one at a time; the
-            batches among which the best is sought.
-        gpu: whether it is made for one, and runs on a CPU only where it is named.
-        sentences: of a text, at most.
-        rounds: rounds unless the command line says otherwise; the most rounds of a grid's cell.
+        target: speed-up to reach over the unpatched toolkit, or over the first value of a setting;
+            None if there is no target.
+        gpu_target: the same on a GPU, if it differs.
+        peer_target: speed-up to reach over the peer.
+        setting: an environment variable of fastgen and the two values to compare; None for other
+            kinds.
+        floor_target: the most times its floor that a decode step of one sentence may take.
+        models: for tables over several models, their names in SHAPES (grid) or in CASES (memory).
+        grid: values to measure by name. A grid takes all combinations, step_time changes one value
+            at a time, and best_batch searches the batch sizes.
+        sentences: the most sentences of a text to use.
+        gpu: whether the case is made for a GPU. On a CPU it then runs only if it is named.
+        rounds: rounds unless the command line sets them; for a grid, the most rounds of a cell.
     """
 
     name: str
@@ -142,7 +158,10 @@ class Case:
 
     @property
     def generate_options(self) -> dict[str, Any]:
-        """Arguments of `generate`: exactly `new_tokens` tokens, so that every run does the same work."""
+        """Arguments of `generate`.
+
+        They ask for exactly `new_tokens` tokens, so that every run does the same work.
+        """
         return {
             "num_beams": self.beams,
             "do_sample": False,
@@ -152,7 +171,13 @@ class Case:
         }
 
     def inputs(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Return random seeded sources without padding or special tokens (which are at the vocabulary's ends)."""
+        """Return random seeded sources without padding and special tokens.
+
+        The ids avoid both ends of the vocabulary, where the special tokens are.
+
+        Returns:
+            `input_ids` and `attention_mask`, (batch, source) int64.
+        """
         ends = min(200, model.config.vocab_size // 8)
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(
@@ -162,7 +187,7 @@ class Case:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def cells(self) -> Iterator[tuple[str, Shape, Case]]:
-        """Yield key, model shape and case of every cell of a grid, cheapest model first."""
+        """Yield the key, model shape and case of every cell of a grid, cheapest model first."""
         lengths = self.grid.get("new_tokens", (self.new_tokens,))
         for model, batch, beams, source, new in itertools.product(
             self.models, self.grid["batch"], self.grid["beams"], self.grid["source"], lengths
@@ -201,8 +226,11 @@ def _tiny(**values: Any) -> dict[str, Any]:
 
 
 def _bart_like(layers: int, width: int, heads: int, ffn: int) -> dict[str, Any]:
-    sides = {f"{side}_{name}": value for side in ("encoder", "decoder")
-             for name, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", ffn))}  # fmt: skip
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", ffn))
+    }
     return {"d_model": width, **sides}
 
 
@@ -213,7 +241,7 @@ def _fairseq(layers: int, width: int, heads: int, ffn: int) -> dict[str, Any]:
     }
 
 
-# forced_eos_token_id=None and forced_bos_token_id=None: all tokens are the model's own choice.
+# Without forced_bos_token_id and forced_eos_token_id the model selects all tokens itself.
 SHAPES = {
     "bart_large": Shape(
         "BartConfig",
@@ -261,7 +289,7 @@ SHAPES = {
         _tiny(**_bart_like(2, 32, 4, 64), pad_token_id=60, decoder_start_token_id=60),
         Weights(gain=2.0, embedding=0.1, mixing=0.1),
     ),
-    "small": Shape(  # the shape of the trained model in examples/en-es, long enough for a source of 512
+    "small": Shape(  # the trained model of examples/en-es, with positions for a source of 512
         "MarianConfig",
         {
             **_bart_like(3, 256, 4, 512),
@@ -300,7 +328,7 @@ _STREAM: dict[str, Any] = {
     "shape": SHAPES["marian_base"], "batch": 32, "source": 32, "beams": 1, "new_tokens": 128,
     "options": {"bad_words_ids": [[58100]]}, "target": 1.0, "rounds": 5, "gpu": True,
 }  # fmt: skip
-"""What a stream of short sentences is, whichever setting is compared."""
+"""A stream of short sentences, shared by the cases that compare a setting."""
 
 CASES = {
     case.name: case
@@ -349,16 +377,16 @@ CASES = {
             source=32,
             beams=4,
             new_tokens=32,
-            options={
-                "bad_words_ids": [[58100]]
-            },  # padding, as in the published models' generation config
+            # The padding token, as in the generation config of the published models.
+            options={"bad_words_ids": [[58100]]},
             target=3.0,
             peer_target=1.2,
         ),
         Case(
             "trained",
             "text",
-            "the trained model of examples/en-es on its whole test text, sorted by length; time per step",
+            "the trained model of examples/en-es on its whole test text, sorted by length; "
+            "time per step",
             batch=32,
             beams=4,
             new_tokens=160,
@@ -369,7 +397,8 @@ CASES = {
         Case(
             "never_worse",
             "grid",
-            "batch x beams x source, a small and a large model: no cell may be slower than the toolkit",
+            "batch x beams x source, a small and a large model: "
+            "no cell may be slower than the toolkit",
             new_tokens=16,
             target=0.98,
             models=("small", "bart_large"),
@@ -379,7 +408,8 @@ CASES = {
         Case(
             "few_tokens",
             "grid",
-            "few new tokens, where most of a call is its beginning: no cell may be slower than the toolkit",
+            "few new tokens, where most of a call is its beginning: "
+            "no cell may be slower than the toolkit",
             target=0.98,
             models=("small",),
             grid={"batch": (1, 8), "beams": (1, 4), "source": (16,), "new_tokens": (1, 2, 3, 5, 8)},
@@ -453,7 +483,8 @@ CASES = {
         Case(
             "fairseq_command",
             "command",
-            "fairseq-generate of real sentences with a tiny model, from the start of the process to its end",
+            "fairseq-generate of real sentences with a tiny model, "
+            "from the start of the process to its end",
             batch=64,
             beams=4,
             new_tokens=100,
@@ -515,7 +546,8 @@ CASES = {
         Case(
             "gpu_best_batch",
             "best_batch",
-            "BART-large shape on a GPU, sentences per second of each at the batch that suits it best",
+            "BART-large shape on a GPU, sentences per second of each "
+            "at the batch that suits it best",
             SHAPES["bart_large"],
             source=1024,
             beams=4,
@@ -547,7 +579,8 @@ CASES = {
         Case(
             "refill",
             "setting",
-            "a stream of sentences that end far apart: batches that refill, beside batches one after the other",
+            "a stream of sentences that end far apart: batches that refill, "
+            "beside batches one after the other",
             **_STREAM,
             setting=("FASTGEN_REFILL", "off", "on"),
         ),

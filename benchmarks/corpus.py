@@ -1,8 +1,9 @@
-"""A whole corpus, from the start of the process to the last line: a user's script, `fastgen generate`, two processes.
+"""Measure a whole corpus: a user's script, `fastgen generate`, and two processes.
 
-Every run is a process of its own, with loading, tokens and files. The script takes 32 lines at a time in their order,
-through transformers alone (`batch_script.py`). Two processes are compared with one that has as many threads as each of
-them.
+Each run is a process of its own, timed from its start to the last line; loading, tokenization and
+files are included. The script translates 32 lines per batch in file order, through transformers
+alone (`batch_script.py`). Two processes are compared with a single process that has as many threads
+as each of them.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         times, difference = interleave(list(arms.values()), args.rounds, runs.check, warmup=0)
         result: dict[str, Any] = {
-            "equal": difference is None, "note": difference or "", "near_ties": runs.near_ties, "lines": runs.count,
-            "seconds": {name: [each[i] for each in times] for i, name in enumerate(arms)}, "summaries": runs.summaries,
+            "equal": difference is None, "note": difference or "", "near_ties": runs.near_ties,
+            "lines": runs.count,
+            "seconds": {name: [each[i] for each in times] for i, name in enumerate(arms)},
+            "summaries": runs.summaries,
         }  # fmt: skip
     pairs = [(SCRIPT, COMMAND), (ONE, SEVERAL)][: 1 + (args.processes > 1)]
     for baseline, candidate in pairs if times else ():
@@ -109,17 +112,17 @@ class _Runs:
         return output.read_text("utf-8").splitlines()
 
     def check(self, outputs: Sequence[list[str]]) -> str | None:
-        """None where all outputs are the script's but for near ties."""
-        theirs, *ours = outputs
-        for found in ours:
-            if len(found) != len(theirs):
-                return f"{len(found)} lines instead of {len(theirs)}"
-            apart = [
-                i for i, pair in enumerate(zip(theirs, found, strict=True)) if pair[0] != pair[1]
+        """Return None if all outputs equal the script's apart from near ties, else what differs."""
+        expected, *others = outputs
+        for lines in others:
+            if len(lines) != len(expected):
+                return f"{len(lines)} lines instead of {len(expected)}"
+            differing = [
+                i for i, pair in enumerate(zip(expected, lines, strict=True)) if pair[0] != pair[1]
             ]
-            if not_ties := [i for i in apart if not self._is_near_tie(i, found[i])]:
+            if not_ties := [i for i in differing if not self._is_near_tie(i, lines[i])]:
                 return f"lines {[i + 1 for i in not_ties]} differ"
-            self.near_ties = max(self.near_ties, len(apart))
+            self.near_ties = max(self.near_ties, len(differing))
         return None
 
     def _is_near_tie(self, line: int, other: str) -> bool:
@@ -136,12 +139,12 @@ def _run(command: list[str]) -> None:
 
 
 def _arguments() -> argparse.ArgumentParser:
-    parser, of_example = parser_of("benchmarks.corpus", __doc__), "default: the example's"
+    parser, example_default = parser_of("benchmarks.corpus", __doc__), "default: the example's"
     parser.add_argument(
-        "--model", type=Path, default=EXAMPLE / "model", metavar="FOLDER", help=of_example
+        "--model", type=Path, default=EXAMPLE / "model", metavar="FOLDER", help=example_default
     )
     parser.add_argument(
-        "--input", type=Path, default=EXAMPLE / "test.en", metavar="FILE", help=of_example
+        "--input", type=Path, default=EXAMPLE / "test.en", metavar="FILE", help=example_default
     )
     parser.add_argument("--lines", type=positive, metavar="N", help="first lines (default: all)")
     option(parser, "rounds", default=1, help="default: 1")

@@ -1,9 +1,10 @@
-"""Beam search of a trained pair with steps that the small model drafts, beside the large model's alone, at batch 1.
+"""Measure beam search with steps that a small model drafts, against the large model alone.
 
     python -m benchmarks.drafted_beams LARGE SMALL --input FILE --append-eos
 
-For 2 and 4 beams, and steps drafted at a time: the steps of the search for each pass of the large model, the times of
-both, round by round in turn, and whether all sequences are equal.
+Runs at batch 1, for 2 and 4 beams and for 1 and 2 steps drafted at a time. The results are the
+steps of the search per pass of the large model, the times of both, which take turns in every round,
+and whether all sequences are equal.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _cell(
     steps: int,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """The ratio of times of whole rounds with its interval, and what was saved."""
+    """Return the speed-up over whole rounds with its interval, and the counters of the drafts."""
     inputs = [torch.tensor([list(source)], device=args.device) for source in sources]
 
     def run(**options: Any) -> list[Any]:

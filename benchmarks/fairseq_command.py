@@ -1,8 +1,8 @@
-"""`fairseq-generate` on a text, from its start to the last line: fairseq's own generator and printing, and fastgen's.
+"""Measure `fairseq-generate` on a text: fairseq's own generator and printing against fastgen's.
 
-A tiny model is trained for a minute first. Each run is a process; what lets fairseq run on today's Python, and its
-mended n-gram blocking, are in place in both. fastgen's own is strict: it would fail rather than leave a batch to
-fairseq.
+A tiny model is trained for a minute first. Each run is a process of its own, timed from its start
+to the last line. Both sides have the patches that let fairseq run on current Python, and the fixed
+n-gram blocking. fastgen runs in strict mode, so it fails instead of falling back to fairseq.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _SPEED = re.compile(r"Translated ([\d,]+) sentences .* in ([\d.]+)s")
 
 
 def run_command(case: Case, session: Session) -> dict[str, Any]:
-    """Whole runs of the command, in turn.
+    """Time whole runs of the command, which take turns.
 
     Raises:
-        SystemExit: fairseq's command has no such precision.
+        SystemExit: fairseq's command does not support the precision.
     """
     if session.dtype not in _PRECISION:
         raise SystemExit(f"{case.name}: fairseq-generate does not run in {session.dtype}")
@@ -52,9 +52,9 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
 
         def arm(name: str, environment: dict[str, str]) -> str:
             output, log = run("fairseq-generate", *words, **environment)
-            found = _SPEED.search(output + log)
-            assert found is not None
-            inside[name].append(float(found[2]))
+            speed = _SPEED.search(output + log)
+            assert speed is not None
+            inside[name].append(float(speed[2]))
             return output
 
         arms = partial(arm, "stock", STOCK), partial(arm, "fastgen", STRICT)
@@ -63,41 +63,47 @@ def run_command(case: Case, session: Session) -> dict[str, Any]:
 
 
 def arguments(folder: Path, case: Case, device: str) -> list[str]:
-    """What `fairseq-generate` is given, for what `prepare` has left in a folder."""
+    """Return the arguments of `fairseq-generate` for a folder that `prepare` has filled."""
     return [
-        str(folder / "data"), "--path", str(folder / "model/checkpoint_last.pt"), "--beam", str(case.beams),
-        "--batch-size", str(case.batch), "--post-process", "sentencepiece", "--scoring", "sacrebleu", "--max-len-b",
-        str(case.new_tokens), "--no-progress-bar",
+        str(folder / "data"), "--path", str(folder / "model/checkpoint_last.pt"), "--beam",
+        str(case.beams), "--batch-size", str(case.batch), "--post-process", "sentencepiece",
+        "--scoring", "sacrebleu", "--max-len-b", str(case.new_tokens), "--no-progress-bar",
         *(word for name, value in case.options.items() for word in (name, str(value))),
         *(["--cpu"] if device == "cpu" else []),
     ]  # fmt: skip
 
 
 def same(stock: str, ours: str) -> Verdict:
-    """The same text of every line."""
-    apart = differing(stock, ours)
-    return Verdict(not apart, note=f"translations of {apart} differ" if apart else "")
+    """Return whether the text of every line is the same."""
+    numbers = differing(stock, ours)
+    return Verdict(not numbers, note=f"translations of {numbers} differ" if numbers else "")
 
 
 def differing(stock: str, ours: str) -> list[int]:
-    """Numbers of the sentences whose lines have another text; all of them where other sentences have lines."""
+    """Return the indices of the sentences whose lines differ in text.
+
+    If the outputs hold lines for different sentences, those count as well.
+    """
     one, other = _lines(stock), _lines(ours)
-    apart = [
+    keys = [
         key
         for key in one.keys() | other.keys()
         if one.get(key, ("", ""))[1] != other.get(key, ("", ""))[1]
     ]
-    return sorted({int(key.partition("-")[2]) for key in apart})
+    return sorted({int(key.partition("-")[2]) for key in keys})
 
 
 class CommandAgreement:
-    """Compares what two runs of the command have printed; texts may be apart by near ties.
+    """Comparison of what two runs of the command printed; texts may differ by near ties.
 
-    Which they are is told by the tokens, which the command prints without `--post-process`, and a replay of fairseq's
-    own search (`benchmarks.fairseq_agreement`) of these sentences.
+    Near ties are determined from tokens, which the command prints without `--post-process`, and
+    from a replay of fairseq's own search on the sentences that differ
+    (`benchmarks.fairseq_agreement`).
 
     Args:
-        folder: as `prepare` has left it. words: arguments of the command.
+        folder: folder that `prepare` has filled.
+        words: arguments of the command.
+        session: device and precision.
     """
 
     def __init__(self, folder: Path, words: list[str], session: Session) -> None:
@@ -123,7 +129,11 @@ class CommandAgreement:
         return judged(margins, self.session.dtype, f"{len(numbers)} translations", "sentence")
 
     def _margins(self, texts: dict[int, str]) -> dict[int, float]:
-        """The margin at which fairseq's search left the way to each of these texts, in tokens."""
+        """Return how narrowly fairseq's search decided against each text.
+
+        Args:
+            texts: tokens separated by spaces, by index of the sentence.
+        """
         from fairseq import checkpoint_utils, options
 
         file, session = str(self.folder / "model/checkpoint_last.pt"), self.session
@@ -147,13 +157,23 @@ class CommandAgreement:
 
 
 def _lines(output: str) -> dict[str, tuple[float, str]]:
-    """Score, or 0, and text of every S, T, H and D line."""
-    found = (line.split("\t") for line in output.splitlines() if re.match(r"[STHD]-\d+\t", line))
-    return {parts[0]: (float(parts[1]) if len(parts) == 3 else 0.0, parts[-1]) for parts in found}
+    """Return the score (0 if there is none) and the text of every S, T, H and D line."""
+    fields = (line.split("\t") for line in output.splitlines() if re.match(r"[STHD]-\d+\t", line))
+    return {parts[0]: (float(parts[1]) if len(parts) == 3 else 0.0, parts[-1]) for parts in fields}
 
 
 def prepare(folder: Path, corpus: Path, sentences: int, updates: int) -> None:
-    """Split the text into word pieces, preprocess it, and train on what is not translated, if there is more."""
+    """Tokenize a corpus into subwords, preprocess it, and train a tiny model on it.
+
+    The first `sentences` lines of the test and valid text are the ones to translate. Training uses
+    the first 20,000 lines of the train text, or the lines to translate if there is none.
+
+    Args:
+        folder: receives the data and the model.
+        corpus: folder with train, valid and test files, each `.en` and `.es`.
+        sentences: the most sentences to translate.
+        updates: optimizer steps of the training.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / "model")
@@ -187,11 +207,13 @@ def prepare(folder: Path, corpus: Path, sentences: int, updates: int) -> None:
         "--joined-dictionary",
     )
     run(
-        "fairseq-train", data, "--arch", "transformer", "--share-all-embeddings", "--optimizer", "adam", "--lr",
-        "0.002", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "100", "--criterion", "cross_entropy",
-        "--max-tokens", "2000", "--max-update", str(updates), "--save-dir", str(folder / "model"), "--cpu",
-        "--no-progress-bar", "--num-workers", "0", "--no-epoch-checkpoints",
-        *(part for side in ("encoder", "decoder") for n, v in _SIZES.items() for part in (f"--{side}-{n}", str(v))),
+        "fairseq-train", data, "--arch", "transformer", "--share-all-embeddings", "--optimizer",
+        "adam", "--lr", "0.002", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "100",
+        "--criterion", "cross_entropy", "--max-tokens", "2000", "--max-update", str(updates),
+        "--save-dir", str(folder / "model"), "--cpu", "--no-progress-bar", "--num-workers", "0",
+        "--no-epoch-checkpoints",
+        *(part for side in ("encoder", "decoder") for n, v in _SIZES.items()
+          for part in (f"--{side}-{n}", str(v))),
     )  # fmt: skip
 
 
@@ -200,6 +222,6 @@ def _read(file: Path) -> list[str]:
 
 
 def run(*command: str, **environment: str) -> tuple[str, str]:
-    """Standard output and standard error of a command of fairseq's, or of a script that uses it."""
+    """Return standard output and error of a fairseq command, or of a script that uses fairseq."""
     done = finished([sys.executable, "-m", "fastgen", "run", *command], environment)
     return done.stdout, done.stderr

@@ -1,11 +1,11 @@
-"""Every model family that is proven, at one small size, beside the unpatched toolkit: is any of them slower?
+"""Measure every supported model family, at one small size, against the unpatched toolkit.
 
     python -m benchmarks.families
     python -m benchmarks.families --family bloom led
 
-Models of four layers of 256 (encoder-decoders of four and four) with random weights; three calls of each: 4 beams, a
-greedy batch, one sentence. One JSON file, families.json, goes to benchmarks/results/<hardware>/. The exit status is 1
-if any output differed.
+Models have random weights and four layers of width 256 (encoder-decoders: four and four). Each
+family runs three calls: 4 beams, a greedy batch, and one greedy sentence. One JSON file,
+families.json, goes to benchmarks/results/<hardware>/. The exit status is 1 if any output differed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
 )
 
-import fastgen.unilm  # which makes its family known
+import fastgen.unilm  # registers its family
 from benchmarks.harness import begin, common, measured, parser_of
 from benchmarks.session import Session, compared
 from fastgen.models.specs.families import FAMILIES
@@ -35,15 +35,16 @@ CALLS = {
     "8 x 64, greedy": (8, 64, 1),
     "1 x 32, greedy": (1, 32, 1),
 }
-"""Sentences, tokens of each source or prompt, beams."""
+"""Number of sentences, tokens of each source or prompt, and beams, by label."""
 
 _SIZES: dict[int, tuple[str, ...]] = {
     256: ("hidden_size", "d_model", "n_embd", "word_embed_proj_dim"),
     1024: ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff"),
     4: (
-        "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_heads",
-        "num_encoder_layers", "num_decoder_layers", "num_attention_heads", "n_head", "n_heads", "attention_heads",
-        "encoder_attention_heads", "decoder_attention_heads", "num_encoder_attention_heads",
+        "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers",
+        "decoder_layers", "num_heads", "num_encoder_layers", "num_decoder_layers",
+        "num_attention_heads", "n_head", "n_heads", "attention_heads", "encoder_attention_heads",
+        "decoder_attention_heads", "num_encoder_attention_heads",
         "num_decoder_attention_heads", "num_key_value_heads",
     ),
     64: ("head_dim", "d_kv", "attention_window"),
@@ -57,7 +58,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
     2: ("eos_token_id",),
     3: ("decoder_start_token_id",),
 }  # fmt: skip
-"""What configs call their sizes."""
+"""Names that configs use for their sizes, by value."""
 
 _OWN: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 32},
@@ -73,7 +74,7 @@ _OWN: dict[str, dict[str, Any]] = {
 
 
 def build(name: str, tiny: bool = False) -> Any:
-    """Return a model of a family, in evaluation mode, with the same weights every time."""
+    """Return a model of a family in evaluation mode, with the same weights every time."""
     kind = CONFIG_MAPPING[name]
     known = inspect.signature(kind).parameters
     values = {word: size for size, words in _SIZES.items() for word in words if word in known}
@@ -94,7 +95,7 @@ def build(name: str, tiny: bool = False) -> Any:
 
 
 def inputs_of(model: Any, sentences: int, tokens: int) -> dict[str, Any]:
-    """Random seeded inputs of a call: token ids and their mask, or what Whisper hears."""
+    """Return random seeded inputs of a call: token ids and mask, or audio features for Whisper."""
     generator = torch.Generator().manual_seed(1)
     config = model.config
     if config.model_type == "whisper":

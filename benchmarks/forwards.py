@@ -1,11 +1,11 @@
-"""What runs without `generate`: encoders that classify, beside the unpatched toolkit.
+"""Measure forward passes outside `generate`: encoders that classify, against transformers.
 
     python -m benchmarks.forwards
     python -m benchmarks.forwards --model "bert 2 x 128" "roberta 12 x 768"
 
-Models of published shapes with random weights. Encoders get batches of sentences of the same length, of nearly the
-same, and of different lengths. One JSON file, forwards.json, goes to benchmarks/results/<hardware>/.
-The exit status is 1 if any output differed.
+Models have published shapes and random weights. Batches hold sentences of equal, similar or
+different lengths. One JSON file, forwards.json, goes to benchmarks/results/<hardware>/. The exit
+status is 1 if any output differed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ BATCHES = {
     "16 of 8 to 64": (16, 8, 64),
     "16 of 16 to 256": (16, 16, 256),
 }
-"""Sentences, tokens of the shortest and of the longest."""
+"""Number of sentences, and tokens of the shortest and the longest, by label."""
 
 SECONDS = 0.03
-"""Of one side of a round, about: calls that take less are repeated."""
+"""Approximate duration of one side of a round. Shorter calls are repeated."""
 
 
 class Model(NamedTuple):
-    """A class of transformers and its size.
+    """A transformers model class and its size.
 
     Attributes:
         kind: name of the class.
-        layers, width: of its config; its heads have 64 channels each.
+        layers: number of layers.
+        width: hidden size; heads have 64 channels each.
     """
 
     kind: str
@@ -70,7 +71,7 @@ def build(model: Model, tiny: bool = False) -> Any:
     """Return a model in evaluation mode, with the same weights every time."""
     kind = getattr(transformers, model.kind)
     layers, width = (1, 32) if tiny else model[1:]
-    words = {  # what configs call these
+    words = {  # every name that configs use
         "vocab_size": VOCABULARY, "embedding_size": width, "max_position_embeddings": 512,
         **dict.fromkeys(("num_hidden_layers", "n_layers"), layers),
         **dict.fromkeys(("hidden_size", "dim"), width),
@@ -85,7 +86,7 @@ def build(model: Model, tiny: bool = False) -> Any:
 
 
 def inputs_of(model: Any, sentences: int, shortest: int, longest: int) -> dict[str, Any]:
-    """Random seeded sentences, the last of them the longest."""
+    """Return random seeded sentences, right-padded; the last one is the longest."""
     draw = Random(1)
     lengths = [*(draw.randint(shortest, longest) for _ in range(sentences - 1)), longest]
     generator = torch.Generator().manual_seed(1)
@@ -100,12 +101,12 @@ def inputs_of(model: Any, sentences: int, shortest: int, longest: int) -> dict[s
 
 
 def results_of(output: Any, mask: Any) -> list[Any]:
-    """The tensors of an output that somebody may read: not those of padding."""
+    """Return the tensors of an output without the rows of padding tokens."""
     return [part[mask.bool()] if part.dim() == 3 else part for part in output.values()]
 
 
 def compared(model: Any, inputs: dict[str, Any], rounds: int, device: str) -> dict[str, Any]:
-    """One forward beside itself unpatched: speed, and what ran."""
+    """Time a forward pass with and without fastgen; return the speed-up and what ran."""
 
     def call() -> Any:
         output = None
@@ -114,10 +115,10 @@ def compared(model: Any, inputs: dict[str, Any], rounds: int, device: str) -> di
         return results_of(output, inputs["attention_mask"])
 
     def same(stock: list[Any], ours: list[Any]) -> Verdict:
-        apart = max(
+        error = max(
             float((a - b).abs().max() / a.abs().max()) for a, b in zip(stock, ours, strict=True)
         )
-        return Verdict(apart < 1e-4, note=f"apart by {apart:.1e} of the largest value")
+        return Verdict(error < 1e-4, note=f"apart by {error:.1e} of the largest value")
 
     stock, patched = both(call)
     hits, calls = Hits(), 1

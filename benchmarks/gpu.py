@@ -1,16 +1,19 @@
-"""All that a GPU machine is for, in stages: a close look at one model, the tests, the operations, whole calls.
+"""Run the GPU benchmarks and tests in stages with time limits, most valuable first.
 
     make gpu PART=1 ENV_READY=1 PYTHON=python3
     python -m benchmarks.gpu --part 2 --out results --deadline 560
     python -m benchmarks.gpu --part 1 --stage smoke calls
 
-Part 1 is what a GPU's first ten minutes are for, in the order of its value; parts 2 and 3 are ten minutes each, too. A
-stage is a process with a time limit: if it hangs, dies or runs out of memory, what came before it is kept and what
-comes after it runs. Three files are written to the folder of `--out`:
+Part 1 is for the first ten minutes on a GPU; parts 2 and 3 take ten minutes each as well. Each
+stage is a process with a time limit. If a stage hangs, crashes or runs out of memory, the results
+of earlier stages are kept and later stages still run. Three files are written to the folder of
+`--out`:
 
-- results.jsonl: every result in a line of its own, as soon as it is known, and how each stage has ended;
-- log.txt: what the stages printed;
-- results.tar.gz: the stages' files, made anew after each stage, to be unpacked in benchmarks/results/<gpu>.
+- results.jsonl: one line per result, written as soon as it is known, and one line per stage with
+  its exit status;
+- log.txt: output of the stages;
+- results.tar.gz: files of all stages, rebuilt after each stage, to be unpacked in
+  benchmarks/results/<gpu>.
 
 The exit status is 1 if a stage failed.
 """
@@ -36,19 +39,19 @@ from typing import Any
 from benchmarks.harness import folder_of, option, parser_of, positive
 
 POLL, GRACE = 0.5, 10.0
-"""Seconds between two looks at a stage, and those that it has to end in after an interrupt, before it is killed."""
+"""Seconds between two polls of a stage, and from its interrupt to its kill."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One process.
+    """One process with a time limit.
 
     Attributes:
-        name: of the stage.
-        seconds: its limit, unless less is left to the deadline.
-        command: the arguments of Python, or of `tool`; {device}, {scale} and {out} are filled in.
-        tool: a program that Python runs under, with its arguments.
-        needs: a module without which the stage is left out.
+        name: name of the stage.
+        seconds: its time limit; the deadline may shorten it.
+        command: arguments of Python, with the fields {device}, {scale} and {out}.
+        tool: program with arguments that runs Python, such as a profiler; empty for none.
+        needs: module without which the stage is skipped; empty for none.
     """
 
     name: str
@@ -58,14 +61,14 @@ class Stage:
     needs: str = ""
 
     def missing(self) -> str | None:
-        """What the stage needs and this machine has not; None where it has all."""
+        """Return the program or module that this machine lacks, or None."""
         tool = self.tool.partition(" ")[0]
         if tool and shutil.which(tool) is None:
             return tool
         return self.needs if self.needs and importlib.util.find_spec(self.needs) is None else None
 
     def arguments(self, device: str, scale: str, out: Path) -> list[str]:
-        """Return the command as a list."""
+        """Return the command line of the stage."""
         command = self.command.format(device=device, scale=scale, out=out)
         return [*shlex.split(self.tool), sys.executable, *shlex.split(command)]
 
@@ -95,23 +98,33 @@ PARTS = {
     2: (
         Stage("best_batch", 180, f"{_HALF} --case gpu_t5_base gpu_best_batch"),
         Stage("compiled", 60, f"{_HALF} --peer compiled --case greedy greedy_one"),
-        Stage("float32", 120, f"{_BENCH} --rounds 3 --case bart_large gpt2 t5_base marian_base kv_memory"),
+        Stage(
+            "float32", 120,
+            f"{_BENCH} --rounds 3 --case bart_large gpt2 t5_base marian_base kv_memory",
+        ),
         Stage("refill", 60, f"{_HALF} --case refill trained"),
         Stage(
-            "races", 60, f"{_TESTS} tests/ops/test_kernels.py -k 'table or choice or cache or rotation'",
+            "races", 60,
+            f"{_TESTS} tests/ops/test_kernels.py -k 'table or choice or cache or rotation'",
             tool="compute-sanitizer --tool racecheck --target-processes all",
         ),
         Stage(
-            "counters", 60, f"{_OPS} --dtype bfloat16 --rounds 1 --op beam_attention kbest --out {{out}}/with_ncu",
+            "counters", 60,
+            f"{_OPS} --dtype bfloat16 --rounds 1 --op beam_attention kbest "
+            f"--out {{out}}/with_ncu",
             tool="ncu --clock-control none --launch-count 40 --set basic",
         ),
     ),
     3: (
-        Stage("launches", 200, "-m benchmarks.launches --device {device} --scale {scale} --out {out}"),
+        Stage(
+            "launches", 200,
+            "-m benchmarks.launches --device {device} --scale {scale} --out {out}",
+        ),
         Stage("ops_float32", 60, f"{_OPS} --out {{out}}"),
         Stage(
             "fairseq", 120,
-            f"{_BENCH} --dtype float16 --rounds 3 --case fairseq_iwslt fairseq_big fairseq_bart fairseq_one",
+            f"{_BENCH} --dtype float16 --rounds 3 "
+            "--case fairseq_iwslt fairseq_big fairseq_bart fairseq_one",
             needs="fairseq",
         ),
         Stage("paper", 180, "-m benchmarks.paper --device {device} --dtype bfloat16 --out {out}"),
@@ -120,11 +133,13 @@ PARTS = {
 
 
 class Run:
-    """Stages one after the other, and what is kept of them.
+    """Runner of stages that collects their results.
 
     Args:
-        out: the folder that comes back. deadline: seconds for all of them.
-        device, scale: what the stages' commands are given.
+        out: folder for the results.
+        deadline: seconds for all stages together.
+        device: device that the stages' commands use.
+        scale: full or tiny, passed to the stages' commands.
     """
 
     def __init__(
@@ -138,18 +153,19 @@ class Run:
         self._seen: dict[Path, tuple[int, set[str]]] = {}
 
     def stages(self, stages: Sequence[Stage], folder: Path) -> bool:
-        """Run them, with their files in `folder`; return whether all of them ended well."""
-        well = True
+        """Run stages, with their files in `folder`; return whether all of them succeeded."""
+        succeeded = True
         for stage in stages:
             ended = self._stage(stage, folder)
             self._write({"stage": stage.name, **ended})
             print(
-                f"{stage.name:<12}{ended['status']:<12}{ended['seconds']:6.1f} s  {ended.get('note', '')}",
+                f"{stage.name:<12}{ended['status']:<12}{ended['seconds']:6.1f} s  "
+                f"{ended.get('note', '')}",
                 flush=True,
             )
-            well &= ended["status"] in ("ok", "left out")
+            succeeded &= ended["status"] in ("ok", "left out")
             self._archive(folder)
-        return well
+        return succeeded
 
     def close(self) -> None:
         self._lines.close()
@@ -177,24 +193,24 @@ class Run:
             command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
-        in_time = True
+        within_limit = True
         try:
-            while process.poll() is None and in_time:
+            while process.poll() is None and within_limit:
                 time.sleep(POLL)
                 self._take(stage, folder)
-                in_time = time.monotonic() - began < limit
+                within_limit = time.monotonic() - began < limit
         finally:
             _end(process)
         self._take(stage, folder)
         status = "ok" if process.returncode == 0 else "failed"
         return {
-            "status": status if in_time else "timed out",
+            "status": status if within_limit else "timed out",
             "seconds": round(time.monotonic() - began, 1),
             "exit": process.returncode,
         }
 
     def _take(self, stage: Stage, folder: Path) -> None:
-        """Append what the stage has written since the last look."""
+        """Append the results that the stage has written since the previous call."""
         for file in sorted(folder.rglob("*.json")):
             changed = file.stat().st_mtime_ns
             before, keys = self._seen.get(file, (0, set()))
@@ -202,7 +218,7 @@ class Run:
                 continue
             try:
                 data = json.loads(file.read_text("utf-8"))
-            except ValueError:  # it is being written
+            except ValueError:  # the stage is still writing it
                 continue
             self._seen[file] = changed, keys
             for key, result in results_of(data):
@@ -225,7 +241,7 @@ class Run:
 
 
 def results_of(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the results that a file holds, each with its key: cells, rows or models one by one, else the whole."""
+    """Yield the results in a file with their keys: each cell, row or model, else the whole."""
     result = data.get("result", data)
     parts = (
         result.get("cells", result)
@@ -236,11 +252,14 @@ def results_of(data: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End a process and all that it has started: with an interrupt first, at which pytest says what it has found."""
+    """End a process and all its child processes.
+
+    An interrupt comes first, so that pytest prints a summary; a kill follows after GRACE seconds.
+    """
     for number, seconds in ((signal.SIGINT, GRACE), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)
-        except ProcessLookupError:  # nothing of it is left
+        except ProcessLookupError:  # all processes have ended
             break
         try:
             process.wait(seconds)
@@ -266,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stages = {stage.name: stage for stage in PARTS[args.part]}
     if unknown := set(args.stage or ()) - set(stages):
         parser.error(
-            f"part {args.part} has no stage {', '.join(sorted(unknown))}; it has {', '.join(stages)}"
+            f"part {args.part} has no stage {', '.join(sorted(unknown))}; "
+            f"it has {', '.join(stages)}"
         )
     run = Run(folder_of(args), args.deadline, args.device, args.scale)
     with tempfile.TemporaryDirectory() as folder:

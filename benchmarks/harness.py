@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, how a process begins, child processes, and where results go."""
+"""Shared parts of all benchmarks: options, process setup, child processes, results files."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def parser_of(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a module that is run, described by the first paragraph of its docstring."""
+    """Return the parser of a module; the first paragraph of `doc` describes it."""
     return argparse.ArgumentParser(
         prog=f"python -m {module}", description=(doc or "").split("\n\n", 1)[0]
     )
 
 
 def option(parser: argparse.ArgumentParser, name: str, **changes: Any) -> None:
-    """Add an option that most benchmarks have, with what is different about it here."""
+    """Add one of the options that benchmarks share, with `changes` to its settings."""
     parser.add_argument(f"--{name}", **_OPTIONS[name] | changes)
 
 
 def common(parser: argparse.ArgumentParser, rounds: int) -> argparse.ArgumentParser:
-    """Add what every benchmark of many small models takes."""
+    """Add the options of every benchmark of many small models."""
     option(parser, "rounds", default=rounds, help=f"default: {rounds}")
     for name in ("threads", "device", "scale", "out"):
         option(parser, name)
@@ -64,11 +64,16 @@ def common(parser: argparse.ArgumentParser, rounds: int) -> argparse.ArgumentPar
 
 
 def begin(threads: int | None) -> None:
-    """Patch the toolkits, each of whose baselines runs inside `fastgen.disabled()`, and let nothing else disturb."""
+    """Prepare a benchmark process.
+
+    Imports fastgen, which patches the toolkits (baselines run inside `fastgen.disabled()`). Turns
+    off transformers' warnings and progress bars, turns off gradients, and sets the number of CPU
+    threads.
+    """
     import torch
     from transformers.utils import logging
 
-    import fastgen
+    import fastgen  # noqa: F401
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -78,10 +83,10 @@ def begin(threads: int | None) -> None:
 
 
 def finished(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run a process to its end, with more in its environment.
+    """Run a process to its end, with additional environment variables.
 
     Raises:
-        RuntimeError: it failed; the message holds the end of what it printed.
+        RuntimeError: the process failed; the message holds the end of its output.
     """
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | environment
@@ -94,7 +99,11 @@ def finished(command: list[str], environment: dict[str, str]) -> subprocess.Comp
 
 
 def hardware(device: str) -> str:
-    """Return the results' folder: the GPU's name, such as h200; cpu-intel, -zen5, -avx2; cpu for other processors."""
+    """Return the name of the results folder for a device.
+
+    A GPU's folder has its name, such as h200. A processor's is cpu-intel, cpu-zen5, cpu-avx2, or
+    cpu for all others.
+    """
     if not device.startswith("cuda"):
         from fastgen.ops.processor import on_intel, on_zen5, without_avx512
 
@@ -110,19 +119,22 @@ def hardware(device: str) -> str:
 
 
 def folder_of(args: argparse.Namespace) -> Path:
-    """Where the results go that a command line asks for."""
+    """Return the folder for the results of a command line."""
     return args.out or RESULTS / hardware(getattr(args, "device", "cpu"))
 
 
 def chosen(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments for a results file: of a folder its name, as where it lies on this machine says nothing."""
+    """Return the arguments for a results file.
+
+    A path is reduced to its name, since its location on this machine is irrelevant.
+    """
     return {
         name: value.name if isinstance(value, Path) else value for name, value in vars(args).items()
     }
 
 
 def write_result(args: argparse.Namespace, name: str, result: dict[str, Any], **more: Any) -> None:
-    """Write the results of a benchmark with what they rest on, and with `more`, into a file of its name."""
+    """Write a benchmark's results, arguments, environment and `more` to a file of its name."""
     from fastgen.cli.bench.measure import environment
 
     about = {
@@ -137,7 +149,7 @@ def write_result(args: argparse.Namespace, name: str, result: dict[str, Any], **
 
 def write_whole(file: Path, data: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")  # so that an interrupted run leaves the old file whole
+    part = file.with_suffix(".part")  # an interrupted run keeps the old file intact
     part.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
     part.replace(file)
 
@@ -145,10 +157,12 @@ def write_whole(file: Path, data: dict[str, Any]) -> None:
 def measured(
     args: argparse.Namespace, name: str, cells: Iterable[tuple[str, str, dict[str, Any]]]
 ) -> int:
-    """Print the results of a benchmark of many small models, and write them with what they rest on, as they come.
+    """Print the results of a benchmark of many small models, and write them as they come.
 
     Args:
-        cells: model, call, and what was found.
+        args: the command line.
+        name: name of the benchmark.
+        cells: model, call, and result of each measurement.
     Returns:
         1 if any output differed, else 0.
     """
@@ -165,7 +179,7 @@ def measured(
 
 
 def outcome_text(result: dict[str, Any]) -> str:
-    """Return what a result says in one line; a speed only where the outputs agree."""
+    """Return a result in one line; the speed only if the outputs agree."""
     from fastgen.cli.bench.measure import agrees
 
     if not agrees(result):

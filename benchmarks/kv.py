@@ -1,4 +1,4 @@
-"""The bytes that keys and values take: by looking at the tensors alive during a call, and by formula."""
+"""Size of the KV cache in bytes: measured on the live tensors of a call, and by formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import LogitsProcessor
 
 
 def head_shape(config: Any) -> tuple[int, int, int]:
-    """Return decoder layers, key-value heads and head dimension."""
+    """Return the number of decoder layers, the number of KV heads, and the head dimension."""
     heads = getattr(config, "num_key_value_heads", None) or getattr(
         config, "decoder_attention_heads", None
     )
@@ -27,9 +27,11 @@ def head_shape(config: Any) -> tuple[int, int, int]:
 def expected_bytes(
     model: Any, batch: int, source: int, beams: int, new_tokens: int
 ) -> dict[str, int]:
-    """Return the bytes of B*S + B*M*T entries per layer and of the toolkit's B*M*(S+T) (an entry: one K and V).
+    """Return the bytes of fastgen's B*S + B*M*T entries per layer and the toolkit's B*M*(S+T).
 
-    The last token is never fed; an encoder-decoder's start token is, so its T is `new_tokens`, else it is one less.
+    An entry is one key and one value of all heads. The last token is never fed to the decoder. The
+    start token of an encoder-decoder is, so its T is `new_tokens`; a decoder-only model's is one
+    less.
     """
     layers, heads, size = head_shape(model.config)
     entry = 2 * layers * heads * size * torch.finfo(model.dtype).bits // 8
@@ -41,10 +43,11 @@ def expected_bytes(
 
 
 class KVProbe(LogitsProcessor):
-    """Changes nothing; at the last step it adds up the storages that hold keys or values.
+    """A logits processor that measures the KV cache at the last decode step.
 
-    Taken for keys or values are tensors of 4 or more dimensions that end in the head dimension and have the number of
-    heads among the others, and are no weights. Whole storages are counted, once, however many views there are.
+    It returns the scores unchanged. A tensor counts as keys or values if it has at least 4
+    dimensions, ends in the head dimension, has the number of heads among its other dimensions, and
+    is not a weight. Each storage counts once, with its full size, whatever number of views it has.
     """
 
     def __init__(self, model: Any, new_tokens: int) -> None:
@@ -58,22 +61,22 @@ class KVProbe(LogitsProcessor):
         return scores
 
     def _count(self) -> int:
-        gc.collect()  # what earlier steps and calls left in cycles is not in use
+        gc.collect()  # frees the unused tensors that earlier steps and calls left in cycles
         _, heads, size = head_shape(self.model.config)
         weights = {
             t.untyped_storage().data_ptr()
             for t in [*self.model.parameters(), *self.model.buffers()]
         }
         storages = {}
-        for thing in gc.get_objects():
+        for candidate in gc.get_objects():
             if (
-                not issubclass(type(thing), torch.Tensor)
-                or thing.layout != torch.strided
-                or thing.ndim < 4
+                not issubclass(type(candidate), torch.Tensor)
+                or candidate.layout != torch.strided
+                or candidate.ndim < 4
             ):
                 continue
-            if thing.shape[-1] == size and heads in thing.shape[:-1]:
-                storage = thing.untyped_storage()
+            if candidate.shape[-1] == size and heads in candidate.shape[:-1]:
+                storage = candidate.untyped_storage()
                 if storage.data_ptr() not in weights:
                     storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())

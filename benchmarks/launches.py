@@ -1,10 +1,11 @@
-"""How much work a decode step hands to the device: kernel launches on CUDA, operators of torch on a CPU.
+"""Count the work that a decode step launches: CUDA kernels, or torch operators on a CPU.
 
     python -m benchmarks.launches
     python -m benchmarks.launches --device cuda --case bart_large gpt2
 
-`generate` runs with two numbers of new tokens; what the longer run launches more, divided by the steps it makes more,
-is what a step launches. One JSON file, launches.json, goes to benchmarks/results/<hardware>/.
+`generate` runs with two numbers of new tokens. The difference in launches, divided by the
+difference in steps, is the number of launches per step. One JSON file, launches.json, goes to
+benchmarks/results/<hardware>/.
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ def launched(call: Any, device: str) -> int:
 
 
 NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "resize_", "_unsafe_view")
-"""Operators that write nothing, though what they return is not declared a view."""
+"""Operators that write no memory, although their schema does not declare a view."""
 
 
 @functools.cache
 def _works(name: str) -> bool:
-    """Whether an operator writes memory itself, as a kernel would: views do not, nor do those that call others."""
+    """Return whether an operator writes memory itself, as a kernel does.
+
+    Views do not, nor do operators that only call others.
+    """
     space, _, short = name.partition("::")
     packet = (
         getattr(getattr(torch.ops, space), short, None) if space in ("aten", "mkldnn") else None
@@ -51,9 +55,9 @@ def _works(name: str) -> bool:
     if packet is None or short in NOTHING:
         return False
     returned = [
-        of.alias_info
+        output.alias_info
         for overload in packet.overloads()
-        for of in getattr(packet, overload)._schema.returns
+        for output in getattr(packet, overload)._schema.returns
     ]
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     made_of_others = torch._C._dispatch_has_kernel(name) and has(name, "CompositeImplicitAutograd")
@@ -61,7 +65,7 @@ def _works(name: str) -> bool:
 
 
 def _made_of_others(event: Any) -> bool:
-    """Whether an operator leaves its work to others, as matmul does to bmm."""
+    """Return whether an operator delegates its work to others, as matmul does to bmm."""
     return any(_works(child.name) or _made_of_others(child) for child in event.cpu_children)
 
 

@@ -1,4 +1,4 @@
-"""How close transformers' own search came to an answer that is not its own, where only the answer's text is known."""
+"""Check for a near tie where only the text of the differing answer is known, not its tokens."""
 
 import math
 from typing import Any
@@ -14,16 +14,26 @@ from fastgen.decoding.search.near_ties import NEAR_TIE
 def is_near_tie(
     generator: TextGenerator, generation: dict[str, Any], text: str, answer: str
 ) -> bool:
-    """Whether rounding may have chosen the answer: the search, run for this text alone, left it by less than that.
+    """Return whether rounding may have selected the answer.
+
+    transformers' search runs for this text alone. The answer is a near tie if the search decided
+    against it by less than `NEAR_TIE`.
 
     Args:
-        generator: of an encoder-decoder in fp32. generation: arguments of `generate`.
+        generator: generator with an encoder-decoder in fp32.
+        generation: arguments of `generate`.
+        text: source text.
+        answer: answer that differs from that of the search.
     """
     return _margin(generator, generation, text, answer) < NEAR_TIE[torch.float32]
 
 
 def _margin(generator: TextGenerator, generation: dict[str, Any], text: str, answer: str) -> float:
-    """By how much the search decided against the answer; infinite where its tokens are not found."""
+    """Return the margin by which the search decided against the answer.
+
+    It is infinite if the source cannot be encoded, or if the search could not have produced any
+    tokenization of the answer.
+    """
     model, tokenizer = generator.model, generator.tokenizer
     (source,) = generator.encode([text])
     if isinstance(source, Problem):
@@ -35,13 +45,11 @@ def _margin(generator: TextGenerator, generation: dict[str, Any], text: str, ans
     with fastgen.disabled(), torch.no_grad():
         stock = model.generate(**inputs, **generation)
     start, end = model.generation_config.decoder_start_token_id, tokenizer.eos_token_id
-    found: list[float] = []
-    for written in (
-        answer,
-        f" {answer}",
-    ):  # an answer has lost the space that its first token may begin with
+    candidates: list[float] = []
+    # The answer is stripped, but its first token may begin with a space.
+    for written in (answer, f" {answer}"):
         ids = tokenizer(text_target=written, add_special_tokens=False)["input_ids"]
-        found += margins(
+        candidates += margins(
             model, inputs, generation, stock, torch.tensor([[start, *ids, end]])
         ).values()
-    return min(found, default=math.inf)
+    return min(candidates, default=math.inf)

@@ -1,11 +1,12 @@
-"""Each operation of fastgen/ops against what a script runs without it, at the shapes of a decode step.
+"""Measure each operation of fastgen/ops against its counterpart, at the shapes of a decode step.
 
     python -m benchmarks.ops --list
     python -m benchmarks.ops --op kbest norm
     python -m benchmarks.ops --device cuda
 
-On a CUDA device a call is captured in a graph, so that the device is timed and not Python, and the bytes that the
-operation must move are set against the bandwidth of a plain copy. One JSON file, ops.json, goes to
+The counterpart is the code that runs without fastgen. On a CUDA device a call is captured in a CUDA
+graph, so that the device is timed and not Python. The bytes that the operation must move are
+compared with the bandwidth of a plain copy. One JSON file, ops.json, goes to
 benchmarks/results/<hardware>/. The exit status is 1 if any output differed.
 """
 
@@ -28,7 +29,7 @@ from fastgen.ops.counts import calls
 
 Call = Callable[[], Any]
 REPEATED = 20
-"""Calls in one CUDA graph."""
+"""Number of calls in one CUDA graph."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,13 @@ class Row:
     """One operation at one shape.
 
     Attributes:
-        baseline: what runs without fastgen, by name.
-        bytes: what the operation must read and write; 0 where that says nothing.
-        target: ratio to reach; on a CUDA device and on a CPU.
-        only: the kind of device it is for; None for any.
+        op: name of the operation.
+        shape: its shape, in words.
+        baseline: name of the code that runs without fastgen.
+        make: returns the baseline and the candidate as functions without arguments.
+        bytes: bytes that the operation must read and write; 0 if that is no useful measure.
+        target: ratio to reach, by kind of device (cuda, cpu).
+        only: kind of device that the row is for; None for any.
     """
 
     op: str
@@ -57,7 +61,12 @@ class Row:
 
 @dataclass
 class Rig:
-    """Where and in what precision tensors are made."""
+    """Factory of random tensors.
+
+    Attributes:
+        device: device of the tensors.
+        dtype: dtype of the floating-point tensors.
+    """
 
     device: str
     dtype: torch.dtype
@@ -84,7 +93,8 @@ def rows() -> Iterator[Row]:
         (32, 4, 5_000),
     ):
         yield Row(
-            "kbest", f"{b}x{m}x{v}", "log_softmax + topk", lambda rig, b=b, m=m, v=v: _kbest(rig, b, m, v, 2 * m),
+            "kbest", f"{b}x{m}x{v}", "log_softmax + topk",
+            lambda rig, b=b, m=m, v=v: _kbest(rig, b, m, v, 2 * m),
             lambda rig, b=b, m=m, v=v: b * m * v * rig.width, {"cuda": 5.0, "cpu": 1.5},
         )  # fmt: skip
         yield Row(
@@ -93,7 +103,8 @@ def rows() -> Iterator[Row]:
             lambda rig, b=b, m=m, v=v: b * m * v * rig.width, {}, only="cpu",
         )  # fmt: skip
         yield Row(
-            "kbest", f"{b}x{m}x{v}", "by peeling", lambda rig, b=b, m=m, v=v: _strategies(rig, b, m, v, 2 * m),
+            "kbest", f"{b}x{m}x{v}", "by peeling",
+            lambda rig, b=b, m=m, v=v: _strategies(rig, b, m, v, 2 * m),
             lambda rig, b=b, m=m, v=v: b * m * v * rig.width, {}, only="cuda",
         )  # fmt: skip
     for r, v in ((128, 50_264), (32, 50_264), (1, 50_264), (32, 8_000), (1, 6_000)):
@@ -105,7 +116,9 @@ def rows() -> Iterator[Row]:
         for baseline in ("Python loop", "transformers"):
             yield Row(
                 "ngram_block", f"{r}x{length}", baseline,
-                lambda rig, r=r, length=length, baseline=baseline: _ngrams(rig, r, length, baseline),
+                lambda rig, r=r, length=length, baseline=baseline: (
+                    _ngrams(rig, r, length, baseline)
+                ),
                 lambda rig, r=r, length=length: 8 * r * length,
                 {"cuda": 75.0, "cpu": 10.0} if baseline == "Python loop" else {},
             )  # fmt: skip
@@ -118,7 +131,8 @@ def rows() -> Iterator[Row]:
         yield Row(
             "beam_attention", f"{b}x{m}x({s}+{t})x{h}x{d}", "SDPA on K/V per beam",
             lambda rig, b=b, m=m, s=s, t=t, h=h, d=d: _attention(rig, b, m, s, t, h, d),
-            lambda rig, b=b, m=m, s=s, t=t, h=h, d=d: 2 * b * h * (s + m * t) * d * rig.width, {"cuda": 3.0},
+            lambda rig, b=b, m=m, s=s, t=t, h=h, d=d: 2 * b * h * (s + m * t) * d * rig.width,
+            {"cuda": 3.0},
         )  # fmt: skip
     for r, d in ((128, 1024), (2048, 768), (16_384, 1024), (8, 4096)):
         for rms in (False, True):
@@ -129,12 +143,14 @@ def rows() -> Iterator[Row]:
             )  # fmt: skip
     for r, d in ((128, 4096), (2048, 3072)):
         yield Row(
-            "activation", f"{r}x{d} gelu", "add, gelu", lambda rig, r=r, d=d: _activation(rig, r, d, gated=False),
+            "activation", f"{r}x{d} gelu", "add, gelu",
+            lambda rig, r=r, d=d: _activation(rig, r, d, gated=False),
             lambda rig, r=r, d=d: 2 * r * d * rig.width, {},
         )  # fmt: skip
         yield Row(
             "activation", f"{r}x{d} silu, gated", "silu, times gate",
-            lambda rig, r=r, d=d: _activation(rig, r, d, gated=True), lambda rig, r=r, d=d: 3 * r * d * rig.width, {},
+            lambda rig, r=r, d=d: _activation(rig, r, d, gated=True),
+            lambda rig, r=r, d=d: 3 * r * d * rig.width, {},
         )  # fmt: skip
     yield Row(
         "sample", "32x50264 top-k 50, top-p 0.9", "transformers' warpers, multinomial",
@@ -143,8 +159,8 @@ def rows() -> Iterator[Row]:
     for r, left in ((32, 50), (32, 0), (4, 0)):
         yield Row(
             "sample", f"{r}x50264 top-p 0.9{' of top-k 50' if left else ''}", "transformers' top-p",
-            lambda rig, r=r, left=left: _nucleus(rig, r, 50_264, left), lambda rig, r=r: 2 * r * 50_264 * rig.width, {},
-            only="cpu",
+            lambda rig, r=r, left=left: _nucleus(rig, r, 50_264, left),
+            lambda rig, r=r: 2 * r * 50_264 * rig.width, {}, only="cpu",
         )  # fmt: skip
     for b, m, t, h, d in ((32, 4, 64, 16, 64), (4, 4, 32, 16, 64)):
         yield Row(
@@ -159,19 +175,25 @@ def rows() -> Iterator[Row]:
         yield Row(
             "rotation", f"{b}x{m}x{h}+{kv}x{d}", "torch's operators",
             lambda rig, b=b, m=m, h=h, kv=kv, d=d: _rotation(rig, b, m, h, kv, d),
-            lambda rig, b=b, m=m, h=h, kv=kv, d=d: 2 * b * m * (h + 2 * kv) * d * rig.width, {}, only="cuda",
+            lambda rig, b=b, m=m, h=h, kv=kv, d=d: 2 * b * m * (h + 2 * kv) * d * rig.width, {},
+            only="cuda",
         )  # fmt: skip
     for b, m in ((32, 4), (1, 4), (32, 9)):
         yield Row(
-            "choice", f"{b}x{m}", "transformers' rules in torch", lambda rig, b=b, m=m: _choice(rig, b, m), lambda _: 0,
-            {}, only="cuda",
+            "choice", f"{b}x{m}", "transformers' rules in torch",
+            lambda rig, b=b, m=m: _choice(rig, b, m), lambda _: 0, {}, only="cuda",
         )  # fmt: skip
 
 
 def _kbest(rig: Rig, b: int, m: int, v: int, k: int, in_place: bool = False) -> tuple[Call, Call]:
-    """On a CPU our side writes log-probabilities to memory that is there already, as the loops of fastgen do.
+    """Return k-best selection by log_softmax and topk, and by the operation.
 
-    in_place: so does the other, which no toolkit does. Without it the first use of fresh memory is most of its time.
+    On a CPU the operation writes log-probabilities to memory allocated beforehand, as fastgen's
+    decode loops do.
+
+    Args:
+        in_place: also let the baseline do so, which no toolkit does. Otherwise first touching newly
+            allocated memory takes most of its time.
     """
     from fastgen.ops.selection.kbest import kbest
 
@@ -236,7 +258,7 @@ def _attention(rig: Rig, b: int, m: int, s: int, t: int, h: int, d: int) -> tupl
         2, slots, 0.0
     )[:, None]
     sentence = torch.arange(b, device=rig.device)[:, None, None]
-    # What a cache per beam holds: the same keys and values, copied for each beam.
+    # A KV cache per beam holds the same keys and values, copied for each beam.
     own_keys, own_values = (
         kv.transpose(1, 2)[sentence, slots].flatten(0, 1).transpose(1, 2).contiguous()
         for kv in (keys, values)
@@ -253,7 +275,7 @@ def _attention(rig: Rig, b: int, m: int, s: int, t: int, h: int, d: int) -> tupl
 
 
 def _norm(rig: Rig, r: int, d: int, rms: bool) -> tuple[Call, Call]:
-    """Beside the modules that models are made of, called as models call them."""
+    """Return residual addition and the module that models use, and the fused operation."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     from fastgen.ops.norm import norm
@@ -298,7 +320,13 @@ def _sample(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
 
 
 def _nucleus(rig: Rig, r: int, v: int, left: int) -> tuple[Call, Call]:
-    """Logits as peaked as those of a trained model, cut to the highest `left`, if any."""
+    """Return top-p filtering by transformers and by fastgen.
+
+    The logits are as peaked as those of a trained model.
+
+    Args:
+        left: keep only this many of the highest logits; 0 keeps all.
+    """
     from transformers.generation.logits_process import TopPLogitsWarper
 
     from fastgen.decoding.logits.transforms import Text, TopP
@@ -325,7 +353,11 @@ def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Ca
 
 
 def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
-    """What becomes of a step's candidates: what runs on is the same, however often it has been found."""
+    """Return the selection of beams from a step's candidates, by rules in torch and in place.
+
+    In-place updates of the state do not change the selected parents and tokens, however often it
+    runs.
+    """
     from fastgen.decoding.search.beam_search import BeamSearch
     from fastgen.decoding.search.finishing_rules import TransformersRule
     from fastgen.decoding.search.stopping import Stop
@@ -337,8 +369,11 @@ def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
     beam = torch.arange(2 * m, device=rig.device).expand(b, -1)
     values = torch.randn(b, 2 * m, device=rig.device).sort(descending=True).values
     candidates = Candidates(values, beam % m, beam.contiguous(), values < -1.5)
-    state = State(*(each.clone() for each in (search.scores, search.finished.scores, search.finished.done)),
-                  search.improvable.clone(), torch.zeros(1, dtype=torch.bool, device=rig.device))  # fmt: skip
+    state = State(
+        *(each.clone() for each in (search.scores, search.finished.scores, search.finished.done)),
+        search.improvable.clone(),
+        torch.zeros(1, dtype=torch.bool, device=rig.device),
+    )
 
     def stock() -> tuple[Tensor, Tensor]:
         found = search.by_rules(candidates, count)
@@ -353,7 +388,7 @@ def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
 
 
 def _rotation(rig: Rig, b: int, m: int, h: int, kv: int, d: int) -> tuple[Call, Call]:
-    """The newest tokens' queries and keys turned, keys and values written to their slots."""
+    """Return rotary embedding of the newest queries and keys, and the write to KV slots."""
     from fastgen.ops.cache import write_slots_
     from fastgen.ops.rotation import Rotation, rotated, turn_into_slots_
 
@@ -374,7 +409,10 @@ def _rotation(rig: Rig, b: int, m: int, h: int, kv: int, d: int) -> tuple[Call, 
 
 
 def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
-    """The running tables of tokens and of rows, half full: transformers makes those of 2M candidates, and chooses M."""
+    """Return the update of the tables of tokens and of beam ancestry, which are half full.
+
+    transformers gathers the tables of 2M candidates and then selects M of them.
+    """
     from transformers import GenerationMixin
 
     from fastgen.ops.tables import Table, extend_rows_
@@ -387,9 +425,9 @@ def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
     growing = [Table(ids.clone(), tokens[:, :, None]), Table(rows.clone(), parents[:, :, None])]
 
     def gathers() -> tuple[Any, Any]:
-        of_rows, of_ids = gather(rows, beams), gather(ids, beams)
-        of_ids[:, :, t], of_rows[:, :, t] = candidates, beams.to(torch.int32)
-        return gather(of_ids, order), gather(of_rows, order)
+        new_rows, new_ids = gather(rows, beams), gather(ids, beams)
+        new_ids[:, :, t], new_rows[:, :, t] = candidates, beams.to(torch.int32)
+        return gather(new_ids, order), gather(new_rows, order)
 
     return gathers, lambda: extend_rows_(growing, parents, t)
 
@@ -399,18 +437,15 @@ def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
 
     def agree(a: Any, b: Any) -> Verdict:
-        if op in (
-            "sample",
-            "cache",
-            "tables",
-        ):  # random numbers of its own; another form, or other times, of the same
+        # Sampling draws its own random numbers. The other two return the data in another form, or
+        # after a different number of calls.
+        if op in ("sample", "cache", "tables"):
             return Verdict(True)
         pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
         for one, other in pairs:
             if one.dtype == torch.int64:
-                if (
-                    bool((one != other).any()) and float((one != other).float().mean()) > 0.05
-                ):  # near ties
+                # Near ties may differ.
+                if bool((one != other).any()) and float((one != other).float().mean()) > 0.05:
                     return Verdict(False, note="other indices")
             elif not torch.allclose(one.float(), other.float(), atol=tolerance, rtol=tolerance):
                 return Verdict(
@@ -422,9 +457,14 @@ def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
 
 
 def copies(needed: int, device: str) -> int:
-    """How many sets of inputs a row takes in turn: of four times the size of a GPU's cache, which then holds none.
+    """Return how many sets of inputs a row alternates between.
 
-    needed: bytes of one.
+    On a GPU together they are about four times the size of its L2 cache, so that no input stays
+    cached.
+
+    Args:
+        needed: bytes of one set.
+        device: device of the inputs.
     """
     if not device.startswith("cuda"):
         return 1
@@ -433,9 +473,15 @@ def copies(needed: int, device: str) -> int:
 
 
 def repeated(calls: Sequence[Call], device: str, seconds: float) -> tuple[Call, int]:
-    """Return a call of as many repetitions as last about `seconds`, and how many; on CUDA as a graph where possible.
+    """Return a function that repeats a call, and the number of repetitions.
 
-    calls: the same with other inputs, which take turns; on a CPU one.
+    On a CPU the repetitions take about `seconds`. On CUDA they are captured in one CUDA graph; a
+    call that cannot be captured runs once.
+
+    Args:
+        calls: the same call with different inputs, which take turns; a single call on a CPU.
+        device: device of the inputs.
+        seconds: duration to aim for, on a CPU.
     """
     call, results = calls[0], [call() for call in calls]
     if device == "cpu":
@@ -459,7 +505,7 @@ def repeated(calls: Sequence[Call], device: str, seconds: float) -> tuple[Call, 
         with torch.cuda.graph(graph):
             for i in range(count):
                 results[-1] = calls[i % len(calls)]()
-    except RuntimeError:  # the host looks at the device in between: timed as it is
+    except RuntimeError:  # the call synchronizes with the host: time it without a graph
         torch.cuda.synchronize()
         return call, 1
 
@@ -484,7 +530,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def measure(row: Row, rig: Rig, rounds: int, seconds: float, bandwidth: float) -> dict[str, Any]:
-    """Time one row; what differs has no times."""
+    """Time one row; the result holds no times if the outputs differ."""
     torch.manual_seed(0)
     needed = row.bytes(rig)
     baselines, candidates = zip(
@@ -584,7 +630,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             else ""
         )
         print(
-            f"{row.name:<62}{found['baseline_us']:>8.1f} us{found['candidate_us']:>8.1f} us{found['ratio']:>7.2f}x"
+            f"{row.name:<62}{found['baseline_us']:>8.1f} us{found['candidate_us']:>8.1f} us"
+            f"{found['ratio']:>7.2f}x"
             f"{found['gb_per_s']:>7.0f}{found['share_of_copy']:>8.0%}{missed}",
             flush=True,
         )

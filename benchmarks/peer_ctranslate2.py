@@ -1,6 +1,7 @@
-"""CTranslate2 as a peer: the same weights converted, fp32, timed in turn with transformers unpatched and with fastgen.
+"""CTranslate2 as a peer, with the same weights converted in fp32.
 
-CTranslate2 is needed by this benchmark only: `pip install ctranslate2==4.8.5`.
+It is timed in turn with transformers unpatched and with fastgen. CTranslate2 is needed by this
+benchmark only: `pip install ctranslate2==4.8.5`.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from benchmarks.runners import translation
 from fastgen.cli.bench.agreement import Agreements
 
 VERSION = "4.8.5"
-ALIKE = 0.9  # of the texts of a trained model must be the same
-# Arguments of transformers' generate that CTranslate2 has under this name; the rest must not change the output.
+ALIKE = 0.9  # share of the texts of a trained model that must be equal
+# Arguments of transformers' `generate` that CTranslate2 has under the same name, and others that
+# it has under another name or does not need.
 SAME_NAME = ("no_repeat_ngram_size", "length_penalty", "repetition_penalty")
 WITHOUT_MEANING_THERE = (
     "num_beams",
@@ -31,7 +33,7 @@ WITHOUT_MEANING_THERE = (
     "max_new_tokens",
     "bad_words_ids",
 )
-# What its BART converter reads from the config but current transformers no longer has.
+# Config attributes that its BART converter reads and that current transformers no longer has.
 MISSING_CONFIG = {"BartConfig": {"normalize_before": False, "normalize_embedding": True}}
 
 
@@ -51,12 +53,15 @@ def load() -> Any:
 
 
 def suits(case: Case) -> bool:
-    """Whether the case is one batch that CTranslate2 can be given."""
+    """Return whether the case is one batch that CTranslate2 can run."""
     return case.kind == "generate"
 
 
 def run(case: Case, session: Any) -> dict[str, Any]:
-    """Time stock, fastgen and CTranslate2 on the same inputs, in turn; all outputs are compared in every round."""
+    """Time transformers, fastgen and CTranslate2 on the same inputs, in turn.
+
+    All outputs are compared in every round.
+    """
     load()
     if case.kind == "text":
         return _text(case, session)
@@ -71,14 +76,14 @@ def run(case: Case, session: Any) -> dict[str, Any]:
 
 
 def _text(case: Case, session: Any) -> dict[str, Any]:
-    """The same of a trained model and a text, in batches of like lengths.
+    """Compare a trained model on a text, in batches of similar lengths.
 
-    CTranslate2's search ends by another rule than transformers', so that some of its texts are others. How many are the
-    same is told; where less than `ALIKE` of them are, there is no speed.
+    CTranslate2's search ends by another rule than transformers', so some of its texts differ. The
+    result holds how many are equal. If less than `ALIKE` of them are, it holds no speed.
     """
-    what = translation(case, session)
-    model, same = what.model, {"ctranslate2": 0}
-    agreements = Agreements(model, what.batches, what.options)
+    task = translation(case, session)
+    model, same = task.model, {"ctranslate2": 0}
+    agreements = Agreements(model, task.batches, task.options)
 
     def check(outputs: Sequence[list[Tensor]]) -> str | None:
         stock, found, others = outputs
@@ -87,43 +92,47 @@ def _text(case: Case, session: Any) -> dict[str, Any]:
             return f"fastgen: {verdict.note}"
         pairs = zip(_texts(stock, model), _texts(others, model), strict=True)
         same["ctranslate2"] = sum(one == other for one, other in pairs)
-        if same["ctranslate2"] < ALIKE * what.sentences:
-            return f"ctranslate2: {same['ctranslate2']} of {what.sentences} texts are the same"
+        if same["ctranslate2"] < ALIKE * task.sentences:
+            return f"ctranslate2: {same['ctranslate2']} of {task.sentences} texts are the same"
         return None
 
     with tempfile.TemporaryDirectory() as folder:
         place = convert(model, Path(folder), own_start=True)
-        several = [
-            Peer(place, model, batch, what.options, session.device) for batch in what.batches
+        systems = [
+            Peer(place, model, batch, task.options, session.device) for batch in task.batches
         ]
         result = peers.compared(
-            lambda: [model.generate(**batch, **what.options) for batch in what.batches],
-            "ctranslate2", lambda: [peer() for peer in several], check, case, session,
+            lambda: [model.generate(**batch, **task.options) for batch in task.batches],
+            "ctranslate2", lambda: [peer() for peer in systems], check, case, session,
         )  # fmt: skip
     return result | {
-        "sentences": what.sentences,
+        "sentences": task.sentences,
         "same_texts": same,
         "ctranslate2": load().__version__,
     }
 
 
 def _texts(outputs: list[Tensor], model: Any) -> list[list[int]]:
-    """The tokens of every sentence, without those that begin, end and fill it."""
-    others = {
+    """Return the tokens of every sentence without start, end and padding tokens."""
+    special = {
         model.config.pad_token_id,
         model.config.eos_token_id,
         model.config.decoder_start_token_id,
     }
     return [
-        [token for token in row if token not in others] for ids in outputs for row in ids.tolist()
+        [token for token in row if token not in special] for ids in outputs for row in ids.tolist()
     ]
 
 
 def convert(model: Any, folder: Path, own_start: bool = False) -> Path:
-    """Write `model` as a CTranslate2 model under `folder` and return where; weights stay fp32.
+    """Write `model` as a CTranslate2 model under `folder` and return its path; weights stay fp32.
 
-    own_start: whether a Marian model's decoder starts with the embedding of its padding token, as in transformers, and
-        that token stands anywhere in the vocabulary; else with zeros, as in the published ones, where it is the last.
+    Args:
+        model: a transformers model.
+        folder: folder to write to.
+        own_start: how the decoder of a Marian model starts. If True, with the embedding of its
+            padding token, as in transformers; that token may be anywhere in the vocabulary. If
+            False, with zeros, as in the published models, where the padding token is the last one.
     """
     loaders = load().converters.transformers
     checkpoint, converted = folder / "transformers", folder / "ctranslate2"
@@ -145,7 +154,19 @@ def convert(model: Any, folder: Path, own_start: bool = False) -> Path:
 
 
 class Peer:
-    """A converted model as a function of no arguments that returns token ids laid out like transformers'."""
+    """A converted model as a function without arguments.
+
+    It returns token ids in the layout of transformers' `generate`.
+
+    Args:
+        folder: the converted model.
+        model: the transformers model.
+        inputs: tensor arguments of `generate`.
+        options: the other arguments of `generate`.
+        device: device to run on.
+    Raises:
+        ValueError: an option has no counterpart in CTranslate2.
+    """
 
     def __init__(
         self,
@@ -188,7 +209,8 @@ class Peer:
             }
         else:
             self.arguments = shared | {
-                "max_length": steps, "min_length": options["min_new_tokens"], "include_prompt_in_result": False,
+                "max_length": steps, "min_length": options["min_new_tokens"],
+                "include_prompt_in_result": False,
             }  # fmt: skip
 
     def __call__(self) -> Tensor:
@@ -211,7 +233,10 @@ def _token(index: int) -> str:
 
 
 def _tokenizer(config: Any, padding_last: bool) -> Any:
-    """Return a tokenizer whose token of id 7 is `t7`; the converter takes vocabulary and special tokens from it."""
+    """Return a tokenizer in which id 7 is the token `t7`.
+
+    CTranslate2's converter takes the vocabulary and the special tokens from it.
+    """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -220,9 +245,8 @@ def _tokenizer(config: Any, padding_last: bool) -> Any:
         f"{name}_token": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")
     }
     named = {name: _token(i) for name, i in special.items() if i is not None}
-    if (
-        config.model_type == "marian" and padding_last
-    ):  # the converter drops the last row of the weights and, by this name, its token
+    if config.model_type == "marian" and padding_last:
+        # The converter drops the last row of the weights, and the token with this name.
         vocabulary["<pad>"] = vocabulary.pop(_token(config.pad_token_id))
         named["pad_token"] = "<pad>"
     unknown = next(token for token, i in vocabulary.items() if i not in special.values())
@@ -232,7 +256,7 @@ def _tokenizer(config: Any, padding_last: bool) -> Any:
 
 @contextmanager
 def _attributes(kind: type, values: dict[str, Any]) -> Iterator[None]:
-    """Within it, the class has these attributes."""
+    """Set attributes of a class within the context."""
     own = {name: vars(kind)[name] for name in values if name in vars(kind)}
     for name, value in values.items():
         setattr(kind, name, value)

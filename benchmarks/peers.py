@@ -1,4 +1,7 @@
-"""A third system, timed in turn with the toolkit unpatched and with fastgen; all outputs compared in every round."""
+"""Comparison with a third system, timed in turn with the toolkit unpatched and with fastgen.
+
+All outputs are compared in every round.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,43 @@ from fastgen.cli.bench.measure import agrees, both
 
 
 def one_batch(
-    name: str, peer: Callable[[], Tensor], model: Any, inputs: dict[str, Tensor], options: dict[str, Any], case: Case,
-    session: Session, warmup: int = 1,
+    name: str, peer: Callable[[], Tensor], model: Any, inputs: dict[str, Tensor],
+    options: dict[str, Any], case: Case, session: Session, warmup: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """One `generate` call in three ways; both others must return what the toolkit does, apart from near ties.
+    """Compare one `generate` call of three systems.
 
-    In half precision the rounding of fastgen alone is judged; the peer's is only told.
+    Outputs of fastgen and of the peer must equal the toolkit's apart from near ties. In half
+    precision only fastgen's rounding errors are judged; a difference of the peer's is noted in the
+    result.
+
+    Args:
+        name: name of the peer.
+        peer: runs the peer; returns token ids in the layout of `generate`.
+        model: the transformers model.
+        inputs: tensor arguments of `generate`.
+        options: the other arguments of `generate`.
+        case: the benchmark case.
+        session: device and number of rounds.
+        warmup: untimed calls of each system.
     """
     agreement, ties = Agreement(model, inputs, options), {"fastgen": 0, name: 0}
-    apart: dict[str, str] = {}
+    differences: dict[str, str] = {}
 
     def check(outputs: Sequence[Tensor]) -> str | None:
         for system, found in zip(ties, outputs[1:], strict=True):
             verdict = agreement(outputs[0], found)
             ties[system] = max(ties[system], verdict.near_ties)
             if not verdict.equal:
-                apart[system] = f"{system}: {verdict.note}"
+                differences[system] = f"{system}: {verdict.note}"
             if not verdict.agrees:
-                return apart[system]
+                return differences[system]
         return None
 
     result = compared(
         lambda: model.generate(**inputs, **options), name, peer, check, case, session, warmup
     )
-    if result["equal"] and apart:
-        result |= {"equal": False, "within_noise": True, "note": "; ".join(apart.values())}
+    if result["equal"] and differences:
+        result |= {"equal": False, "within_noise": True, "note": "; ".join(differences.values())}
     return result | {
         "near_ties": ties if agrees(result) else sum(ties.values()),
         "tokens": case.batch * case.new_tokens,
@@ -47,12 +62,19 @@ def one_batch(
 
 
 def compared(
-    call: Callable[[], Any], name: str, peer: Callable[[], Any], check: Callable[[Sequence[Any]], str | None],
-    case: Case, session: Session, warmup: int = 1,
+    call: Callable[[], Any], name: str, peer: Callable[[], Any],
+    check: Callable[[Sequence[Any]], str | None], case: Case, session: Session, warmup: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time a call unpatched, patched, and by the system of this name.
+    """Time a call unpatched, the same call patched, and the peer.
 
-    check: gets the outputs of one round in that order, and returns None or what differs.
+    Args:
+        call: the call.
+        name: name of the peer.
+        peer: runs the peer.
+        check: gets the outputs of one round, in the order above. Returns None, or what differs.
+        case: the benchmark case.
+        session: device and number of rounds.
+        warmup: untimed calls of each.
     """
     hits = Hits()
     times, difference = measure.interleave(

@@ -1,4 +1,4 @@
-"""Draw one plot per table from the JSON in benchmarks/results, and from nothing else, into docs/plots.
+"""Draw one plot per table into docs/plots, from the JSON in benchmarks/results alone.
 
 python -m benchmarks.plot
 python -m benchmarks.plot --results benchmarks/results/cpu --out /tmp/plots
@@ -44,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, figure in _figures(folder):
             args.out.mkdir(parents=True, exist_ok=True)
             file = args.out / f"{folder.name}-{name}.svg"
-            figure.savefig(
-                file, bbox_inches="tight", metadata={"Date": None}
-            )  # no date: same data, same file
+            # Without a date, the same data give the same file.
+            figure.savefig(file, bbox_inches="tight", metadata={"Date": None})
             print(file)
             drawn = True
     if not drawn:
@@ -58,16 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _figures(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield what there is to draw of a folder of results, each with its name."""
+    """Yield the figures of a folder of results, each with its name."""
     data = {
         path.stem: json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))
     }
-    found = [(name, draw(data)) for name, draw in PLOTS.items()]
-    found += [
+    figures = [(name, draw(data)) for name, draw in PLOTS.items()]
+    figures += [
         (path.stem, paper(json.loads(path.read_text("utf-8"))))
         for path in sorted(folder.glob("paper/*.json"))
     ]
-    yield from ((name, figure) for name, figure in found if figure is not None)
+    yield from ((name, figure) for name, figure in figures if figure is not None)
 
 
 def _where(data: Data, toolkit: str = "transformers") -> str:
@@ -77,7 +76,7 @@ def _where(data: Data, toolkit: str = "transformers") -> str:
 
 
 def paper(data: dict[str, Any]) -> Any:
-    """A figure of a paper: lines over numbers, bars over anything else."""
+    """Draw a figure of a paper: lines if the horizontal axis has numbers, else bars."""
     curve = data["result"]["curve"]
     if curve is None:
         return None
@@ -110,17 +109,17 @@ def paper(data: dict[str, Any]) -> Any:
 
 
 def speed(data: Data) -> Any:
-    """Speed-up over transformers of each case, with its interval, and the target."""
+    """Draw the speed-up over transformers of each case, with its interval and target."""
     return _speed(data, ("generate", "text"), "transformers")
 
 
 def fairseq_speed(data: Data) -> Any:
-    """Speed-up over fairseq, whose n-gram blocking is mended in both."""
+    """Draw the speed-up over fairseq; both sides have the fixed n-gram blocking."""
     return _speed(data, ("fairseq", "command"), "fairseq")
 
 
 def _speed(data: Data, kinds: tuple[str, ...], toolkit: str) -> Any:
-    """Bars of some kinds of cases. Those whose outputs differed are left out."""
+    """Draw bars for some kinds of cases, without those whose outputs differed."""
     rows = {name: d for name, d in data.items() if d["kind"] in kinds and agrees(d["result"])}
     if not rows:
         return None
@@ -137,7 +136,7 @@ def _speed(data: Data, kinds: tuple[str, ...], toolkit: str) -> Any:
 
 
 def peer(data: Data) -> Any:
-    """Seconds of stock, fastgen and the peer side by side."""
+    """Draw the seconds of the toolkit, fastgen and the peer side by side."""
     rows = {name: d for name, d in data.items() if d["kind"] == "peer" and agrees(d["result"])}
     if not rows:
         return None
@@ -158,7 +157,10 @@ def peer(data: Data) -> Any:
 
 
 def grid(data: Data) -> Any:
-    """Speed-up of every cell: rows are batch and beams, columns the source length, one panel per model."""
+    """Draw the speed-up of every cell, one panel per model.
+
+    Rows are batch and beams, columns the source length.
+    """
     rows = {name: d for name, d in data.items() if d.get("case") == "never_worse"}
     if not rows:
         return None
@@ -179,9 +181,8 @@ def grid(data: Data) -> Any:
             for x, value in enumerate(line):
                 cell = mine.get((*lines[y], sources[x]))
                 text = "" if cell is None else "differs" if not cell["equal"] else f"{value:.2f}"
-                colour = (
-                    _readable_on(image.to_rgba(value)) if text and cell["equal"] else "black"
-                )  # no colour: white
+                # A cell without a figure has no colour, so its background is white.
+                colour = _readable_on(image.to_rgba(value)) if text and cell["equal"] else "black"
                 ax.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
         ax.set_xticks(range(len(sources)), sources)
         ax.set_yticks(range(len(lines)), [f"{b} x {m}" for b, m in lines])
@@ -192,7 +193,10 @@ def grid(data: Data) -> Any:
 
 
 def _readable_on(colour: tuple[float, ...]) -> str:
-    """Return black or white, whichever has the higher contrast on a colour (red, green, blue from 0 to 1) in sRGB.
+    """Return black or white, whichever has the higher contrast on a colour in sRGB.
+
+    Args:
+        colour: red, green and blue from 0 to 1; further components are ignored.
 
     Source: relative luminance and contrast ratio of WCAG 2.2.
     """
@@ -210,7 +214,7 @@ def _ratio(cell: dict[str, Any] | None) -> float:
 
 
 def memory(data: Data) -> Any:
-    """Bytes of keys and values: the toolkit's, fastgen's, and the formula's."""
+    """Draw the bytes of the KV cache: the toolkit's, fastgen's, and the formula's."""
     rows = {name: d for name, d in data.items() if d["kind"] == "memory"}
     if not rows:
         return None
@@ -234,7 +238,11 @@ def memory(data: Data) -> Any:
 
 
 def trained_steps(data: Data) -> Any:
-    """Time of a decode step against the number of sentences in the batch, and over the steps of one batch."""
+    """Draw the time of a decode step on real text.
+
+    The left panel shows it against the number of sentences in the batch, the right one over the
+    steps of one batch.
+    """
     rows = {
         name: d for name, d in data.items() if any(d["result"].get("steps", {}).get("fastgen", ()))
     }
@@ -281,7 +289,10 @@ def trained_steps(data: Data) -> Any:
 
 
 def step_time(data: Data) -> Any:
-    """Time of a decode step against what it depends on, one at a time, and the least that the machine needs for it."""
+    """Draw the time of a decode step against each size it depends on, beside its floor.
+
+    The floor is the least time that the machine needs for a step.
+    """
     rows = {name: d for name, d in data.items() if d["kind"] == "step_time"}
     if not rows:
         return None
@@ -334,7 +345,10 @@ def step_time(data: Data) -> Any:
 
 
 def ops(data: Data) -> Any:
-    """Speed-up of each operation at each shape over what runs without it; on a GPU also its share of a copy's speed."""
+    """Draw the speed-up of each operation at each shape over the code that runs without it.
+
+    On a GPU the labels also hold its share of a copy's bandwidth.
+    """
     tables = {name: d for name, d in data.items() if d["kind"] == "ops"}
     rows: list[Bar] = []
     for d in tables.values():
@@ -354,7 +368,7 @@ def ops(data: Data) -> Any:
 
 
 def bild(data: Data) -> Any:
-    """Quality against speed of big-little decoding at every point, one panel per batch size."""
+    """Draw quality against speed of big-little decoding, one panel per batch size."""
     rows = {name: d for name, d in data.items() if d["kind"] == "bild"}
     if not rows:
         return None
@@ -379,8 +393,14 @@ def bild(data: Data) -> Any:
                     and (cell["point"]["rollback"] is None) == lossless
                 ]
                 label = f"{small}, lossless" if lossless else small
-                ax.plot(*zip(*points, strict=True) if points else ((), ()), marker, color=colour, markersize=4,
-                        fillstyle="none" if lossless else "full", label=label)  # fmt: skip
+                ax.plot(
+                    *zip(*points, strict=True) if points else ((), ()),
+                    marker,
+                    color=colour,
+                    markersize=4,
+                    fillstyle="none" if lossless else "full",
+                    label=label,
+                )
         for name, cell in mine.items():
             if not cell["point"]:
                 label = name.partition(", ")[2]

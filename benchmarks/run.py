@@ -1,12 +1,12 @@
-"""Run benchmark cases: `generate` unpatched and with fastgen, in one process, on one model, with the same inputs.
+"""Run benchmark cases: `generate` unpatched and with fastgen, on the same model and inputs.
 
     python -m benchmarks --list
     python -m benchmarks --case bart_large gpt2
     python -m benchmarks --case bart_large --peer ctranslate2
     python -m benchmarks --case never_worse --cells 'small/*' --resume
 
-One JSON file per case goes to benchmarks/results/<hardware>/. The exit status is 1 if any output differed by more than
-the rounding of half precision explains.
+Both sides run in one process. One JSON file per case goes to benchmarks/results/<hardware>/. The
+exit status is 1 if any output differed by more than the rounding of half precision explains.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if on_gpu and case.gpu_target is not None:
             case = replace(case, target=case.gpu_target)
-        more = [args.peer] * bool(args.peer) + [args.dtype] * (
+        suffixes = [args.peer] * bool(args.peer) + [args.dtype] * (
             args.dtype not in ("float32", "float64")
         )
-        file = folder / f"{'_'.join([case.name, *more])}.json"
+        file = folder / f"{'_'.join([case.name, *suffixes])}.json"
         old = json.loads(file.read_text("utf-8")) if case.kind == "grid" and file.is_file() else {}
         cells = old.get("result", {}).get("cells", {})
 
@@ -133,29 +133,43 @@ def arguments() -> argparse.ArgumentParser:
         metavar="N",
         help="first lines of the test text only (trained)",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR",
-                        help="another Marian model than the example's (trained); the file's name says so")  # fmt: skip
+    parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="another Marian model than the example's (trained); the file's name says so",
+    )
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="what it translates, a sentence a line"
     )
-    parser.add_argument("--corpus", type=Path, metavar="DIR",
-                        help="train, valid, test.{en,es} for fairseq_command (default: the example)")  # fmt: skip
-    parser.add_argument("--cells", nargs="+", default=["*"], metavar="PATTERN",
-                        help="cells of never_worse, as in small/batch4/beams*/source128 (default: all)")  # fmt: skip
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        metavar="DIR",
+        help="train, valid, test.{en,es} for fairseq_command (default: the example)",
+    )
+    parser.add_argument(
+        "--cells",
+        nargs="+",
+        default=["*"],
+        metavar="PATTERN",
+        help="cells of never_worse, as in small/batch4/beams*/source128 (default: all)",
+    )
     parser.add_argument(
         "--resume", action="store_true", help="leave out cells that the results file already holds"
     )
     parser.add_argument(
         "--peer",
         choices=PEERS,
-        help="three-way comparison with this system, for the cases that have one; compiled: transformers' own fastest",
+        help="three-way comparison with this system, for the cases that have one; "
+        "compiled: transformers' own fastest",
     )
     option(parser, "out")
     return parser
 
 
 def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write everything a figure rests on; a plot needs nothing else."""
+    """Write everything that the figures are based on; a plot needs nothing else."""
     data = {
         "case": case.name,
         "kind": "peer" if args.peer else case.kind,
@@ -172,7 +186,7 @@ def write(file: Path, case: Any, args: argparse.Namespace, result: dict[str, Any
 
 
 def agreed(result: dict[str, Any]) -> bool:
-    """Return whether all outputs agreed; a table of memory compares none."""
+    """Return whether all outputs agreed. A table of memory compares none."""
     return all(map(agrees, result.get("cells", {}).values())) and (
         "equal" not in result or agrees(result)
     )
@@ -181,8 +195,11 @@ def agreed(result: dict[str, Any]) -> bool:
 def table(case: Any, result: dict[str, Any]) -> list[str]:
     """Return the printed lines of a case: one, or one for each cell, model or system."""
     if "models" in result:
-        return [f"{case.name} {name:<14}{side:<10}{runners.memory_text(model, side)}"
-                for name, model in result["models"].items() for side in ("stock", "fastgen")]  # fmt: skip
+        return [
+            f"{case.name} {name:<14}{side:<10}{runners.memory_text(model, side)}"
+            for name, model in result["models"].items()
+            for side in ("stock", "fastgen")
+        ]
     if case.kind == "step_time":
         return [f"{case.name} {key:<36}{outcome_text(cell)}"
                 + over_floor_text(replace(case, **{cell["axis"]: cell["value"]}), cell)
@@ -194,9 +211,12 @@ def table(case: Any, result: dict[str, Any]) -> list[str]:
         lines = [
             f"{case.name} {name:<14}{seconds:8.3f} s" for name, seconds in result["systems"].items()
         ]
-        over = [f"{case.name} fastgen over {name:<14}{figure['ratio']:.2f}x [{figure['low']:.2f}, {figure['high']:.2f}]"
-                + missed(figure, case.peer_target if name != "stock" else case.target)
-                for name, figure in result["over"].items()]  # fmt: skip
+        over = [
+            f"{case.name} fastgen over {name:<14}"
+            f"{figure['ratio']:.2f}x [{figure['low']:.2f}, {figure['high']:.2f}]"
+            + missed(figure, case.peer_target if name != "stock" else case.target)
+            for name, figure in result["over"].items()
+        ]
         same = [f"{case.name} {name:<14}{count} of {result['sentences']} texts are transformers'"
                 for name, count in result.get("same_texts", {}).items()]  # fmt: skip
         return [*lines, *over, *same]
@@ -204,7 +224,7 @@ def table(case: Any, result: dict[str, Any]) -> list[str]:
 
 
 def missed(result: dict[str, Any], target: float | None) -> str:
-    """Return a remark if the target was missed."""
+    """Return a remark if the target was missed, else ""."""
     ratio = result.get("ratio")
     return (
         f"  BELOW TARGET {target:g}x"

@@ -1,4 +1,4 @@
-"""How each kind of case is measured. A runner takes a case and a Session and returns JSON-ready results."""
+"""Runners, one per kind of case; each takes a case and a Session and returns JSON-ready results."""
 
 from __future__ import annotations
 
@@ -28,20 +28,24 @@ from fastgen.cli.bench.measure import Outcome, both
 from fastgen.cli.bild.sweep import batches_of
 from fastgen.patches.transformers.generate.report import last_call
 
-# A cell of the grid ends when the interval is this narrow, or this many seconds have gone into it.
+# A cell of the grid ends when its interval is this narrow, or after this many seconds.
 CELL_PRECISION, CELL_BUDGET = 0.01, 120.0
-FEW_TOKENS = 4  # a sequence with fewer different tokens than this is called degenerate
+FEW_TOKENS = 4  # a sequence with fewer different tokens counts as degenerate
 
 
 def run_generate(case: Case, session: Session) -> dict[str, Any]:
-    """One model, one batch: `generate` unpatched and patched."""
+    """Measure one model on one batch: `generate` unpatched and patched."""
     assert case.shape is not None
     model = case.shape.build(session.dtype, session.device)
     return pair(case, model, session)
 
 
 def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]:
-    """Compare one `generate` call with itself unpatched: speed, peak memory, and how varied the output is."""
+    """Measure one `generate` call with and without fastgen.
+
+    Returns:
+        Speed; without `how` also peak memory, and how varied the output is.
+    """
     inputs, options = case.inputs(model), case.generate_options
     result = compared(
         model,
@@ -63,18 +67,17 @@ def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]
 
 
 def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
-    """Seconds per sentence of each side at the batch that suits it best, among those of the case that fit.
+    """Measure seconds per sentence of each side at its best batch size.
 
-    Where a batch fits both sides, their outputs are compared; a side whose memory runs out tries no larger one.
+    The sizes are those of the case that fit into memory. If a batch fits on both sides, their
+    outputs are compared. A side that runs out of memory tries no larger batch.
     """
     assert case.shape is not None
     model = case.shape.build(session.dtype, session.device)
-    rounds: dict[str, dict[int, list[float]]] = {
-        "stock": {},
-        "fastgen": {},
-    }  # seconds per sentence, by batch
+    # Seconds per sentence, by side and batch size.
+    rounds: dict[str, dict[int, list[float]]] = {"stock": {}, "fastgen": {}}
     full: set[str] = set()
-    ties, apart, hits = 0, "", Hits()
+    ties, difference, hits = 0, "", Hits()
     for size in case.grid["batch"]:
         sized = replace(case, batch=size)
         inputs, options = sized.inputs(model), sized.generate_options
@@ -85,7 +88,7 @@ def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
             if name in full:
                 continue
             try:
-                outputs.append(call())  # which warms it, too
+                outputs.append(call())  # also the warm-up
                 times, _ = measure.interleave(
                     (call,),
                     session.rounds or case.rounds,
@@ -100,21 +103,22 @@ def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
                 continue
             rounds[name][size] = [seconds / size for (seconds,) in times]
             session.say(
-                f"{name:<8}{size:>4} sentences: {1 / statistics.median(rounds[name][size]):.1f} per second"
+                f"{name:<8}{size:>4} sentences: "
+                f"{1 / statistics.median(rounds[name][size]):.1f} per second"
             )
         if not full:
             try:
                 verdict = Agreement(model, inputs, options)(*outputs)
-            except torch.OutOfMemoryError:  # no time without a comparison
+            except torch.OutOfMemoryError:  # without a comparison there are no times
                 session.say(f"{size} sentences: no memory to compare the outputs in")
                 for found in rounds.values():
                     del found[size]
                 fastgen.release()
                 continue
             ties += verdict.near_ties
-            apart = apart if verdict.equal else f"batch of {size}: {verdict.note}"
+            difference = difference if verdict.equal else f"batch of {size}: {verdict.note}"
             if not verdict.agrees:
-                return Outcome(False, ties, note=apart).to_dict() | hits.since()
+                return Outcome(False, ties, note=difference).to_dict() | hits.since()
     if not all(rounds.values()):
         return Outcome(False, ties, note=f"no batch fits: {case.grid['batch']}").to_dict()
     best = {
@@ -123,7 +127,9 @@ def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
     }
     pairs = list(zip(*(rounds[name][size] for name, size in best.items()), strict=True))
     ratio = measure.paired_ratio(*zip(*pairs, strict=True))
-    outcome = Outcome(not apart, ties, pairs, *ratio, apart, within_noise=bool(apart))
+    outcome = Outcome(
+        not difference, ties, pairs, *ratio, difference, within_noise=bool(difference)
+    )
     medians = {
         name: {size: statistics.median(one) for size, one in found.items()}
         for name, found in rounds.items()
@@ -132,7 +138,7 @@ def run_best_batch(case: Case, session: Session) -> dict[str, Any]:
 
 
 def run_fairseq(case: Case, session: Session) -> dict[str, Any]:
-    """One batch through fairseq's generator, its n-gram rule mended in both."""
+    """Measure one batch with fairseq's generator; both sides have the fixed n-gram blocking."""
     from fairseq.sequence_generator import SequenceGenerator
 
     assert case.shape is not None
@@ -163,7 +169,10 @@ def run_fairseq(case: Case, session: Session) -> dict[str, Any]:
 
 
 def distinct_tokens(generated: Tensor) -> dict[str, Any]:
-    """Return how many different tokens the sentences hold: random models may repeat one, which would test little."""
+    """Return how many different tokens the sentences hold.
+
+    Random models may repeat one token, which would test little.
+    """
     counts = [len(set(row)) for row in generated.tolist()]
     return {
         "median": statistics.median(counts),
@@ -173,7 +182,7 @@ def distinct_tokens(generated: Tensor) -> dict[str, Any]:
 
 
 def run_grid(case: Case, session: Session) -> dict[str, Any]:
-    """A table over batch, beams and source; every cell is saved as soon as it is measured."""
+    """Measure a table over batch, beams and source; every cell is saved once it is measured."""
     cells: dict[str, Any] = {}
     built: dict[int, Any] = {}
     for key, shape, cell in case.cells():
@@ -193,9 +202,8 @@ def run_grid(case: Case, session: Session) -> dict[str, Any]:
             "model": key.split("/", 1)[0],
         }
         cells[key]["new_tokens"] = tiny.new_tokens
-        cells[key]["environment"] = (
-            measure.environment()
-        )  # cells of one file may come from several runs
+        # The cells of one file may come from several runs.
+        cells[key]["environment"] = measure.environment()
         session.say(f"{key:<40}{outcome_text(cells[key])}")
         session.save({"cells": cells})
     return {"cells": cells}
@@ -203,7 +211,15 @@ def run_grid(case: Case, session: Session) -> dict[str, Any]:
 
 @dataclass
 class Translation:
-    """A trained model, sentences that it translates, in batches of like lengths, and the arguments of `generate`."""
+    """A trained model and the text that it translates.
+
+    Attributes:
+        model: the model.
+        tokenizer: its tokenizer.
+        batches: tensor arguments of `generate`, in batches of sentences of similar length.
+        options: the other arguments of `generate`.
+        sentences: number of sentences in all batches.
+    """
 
     model: Any
     tokenizer: Any
@@ -213,10 +229,10 @@ class Translation:
 
 
 def translation(case: Case, session: Session) -> Translation:
-    """Load the model and the text that the command line names, or the example's.
+    """Load the model and the text of the command line, or the example's.
 
     Raises:
-        FileNotFoundError: one of them is not there.
+        FileNotFoundError: one of them does not exist.
     """
     from transformers import AutoTokenizer, MarianMTModel
 
@@ -241,11 +257,14 @@ def translation(case: Case, session: Session) -> Translation:
 
 
 def run_text(case: Case, session: Session) -> dict[str, Any]:
-    """The trained model on its test text; the time of each step is kept beside the number of sentences in it."""
-    what = translation(case, session)
-    model, batches, options = what.model, what.batches, what.options
+    """Measure the trained model on its test text.
 
-    steps: list[list[tuple[int, float]]] = []  # of the newest patched pass, batch by batch
+    The result also holds the time of each decode step with the number of sentences in it.
+    """
+    task = translation(case, session)
+    model, batches, options = task.model, task.batches, task.options
+
+    steps: list[list[tuple[int, float]]] = []  # of the latest patched pass, by batch
 
     def translate() -> list[Tensor]:
         outputs, found, before = [], [], last_call()
@@ -263,10 +282,10 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
         *both(translate), session.rounds or case.rounds, same, synchronize=session.synchronize
     )
     generated = sum(int((ids[:, 1:] != model.config.pad_token_id).sum()) for ids in same.other)
-    result = figures(outcome, generated) | hits.since() | {"sentences": what.sentences}
+    result = figures(outcome, generated) | hits.since() | {"sentences": task.sentences}
     if outcome.agrees:
         stock, ours = (
-            [what.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in outputs]
+            [task.tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in outputs]
             for outputs in (same.stock, same.other)
         )
         result["identical_text"] = stock == ours
@@ -275,7 +294,7 @@ def run_text(case: Case, session: Session) -> dict[str, Any]:
 
 
 def _ended(ids: list[int], model: Any) -> list[int]:
-    """A source with the token that ends it, which not every tokenizer adds."""
+    """Return a source with its end token, which not every tokenizer adds."""
     end = model.config.eos_token_id
     return ids if ids and ids[-1] == end else [*ids, end]
 
@@ -283,22 +302,22 @@ def _ended(ids: list[int], model: Any) -> list[int]:
 def stock_steps(
     model: Any, batches: list[dict[str, Tensor]], options: dict[str, Any], session: Session
 ) -> list[list[tuple[int, float]]]:
-    """Return (sentences, seconds) of each decode step of the unpatched toolkit, batch by batch."""
-    found = []
+    """Return (sentences, seconds) of each decode step of the unpatched toolkit, by batch."""
+    steps = []
     with fastgen.disabled():
         for batch in batches:
             with step_clock(model, session) as stamps:
                 model.generate(**batch, **options)
             sentences = len(batch["input_ids"])
-            found.append(
+            steps.append(
                 [(sentences, after - before) for before, after in itertools.pairwise(stamps)]
             )
-    return found
+    return steps
 
 
 @contextmanager
 def step_clock(model: Any, session: Session) -> Iterator[list[float]]:
-    """Within it, the time at which each forward pass of the unpatched model begins is noted."""
+    """Record the start time of each forward pass of the unpatched model within the context."""
     stamps: list[float] = []
 
     def note(*_: Any) -> None:
@@ -313,7 +332,7 @@ def step_clock(model: Any, session: Session) -> Iterator[list[float]]:
 
 
 def run_memory(case: Case, session: Session) -> dict[str, Any]:
-    """Bytes of keys and values: the toolkit's, fastgen's, and B*S + B*M*T entries per layer."""
+    """Measure the bytes of the KV cache, beside the formula's B*S + B*M*T entries per layer."""
     models = {}
     for name in case.models:
         inner = CASES[name].tiny() if session.tiny else CASES[name]
@@ -339,7 +358,11 @@ def run_memory(case: Case, session: Session) -> dict[str, Any]:
 
 
 def memory_text(model: dict[str, Any], side: str) -> str:
-    """Return the bytes that one side holds (with room to grow), those it says are in use, and those of the formula."""
+    """Return the bytes of keys and values of one side, in words.
+
+    They are the bytes that it holds (with room to grow), reports as in use, and needs by the
+    formula.
+    """
     held = {
         "held": model[side]["measured"],
         "in use": model[side].get("reported"),
@@ -360,25 +383,37 @@ RUNNERS = {
 
 
 def of_model(case: Case, folder: Path | None) -> Case:
-    """Return the case with another model than its own."""
+    """Return the case with another model than its own.
+
+    Raises:
+        ValueError: the case has no model to exchange.
+    """
     if folder is None:
         return case
     if case.kind != "text":
         raise ValueError(
-            f"--model {folder} does not go with the case {case.name!r}, which has no model to exchange"
+            f"--model {folder} does not go with the case {case.name!r}, "
+            "which has no model to exchange"
         )
     what = f"the trained model {folder.name}, on text sorted by length; time per step"
     return replace(case, name=f"{case.name}_{folder.name}", help=what)
 
 
 def sized(case: Case, batch: int | None, tiny: bool) -> Case:
-    """Return the case at the size the command line asks for; grids and memory tables shrink their own parts."""
+    """Return the case at the size of the command line.
+
+    Grids and memory tables also shrink their models themselves.
+
+    Raises:
+        ValueError: the case has its own batch sizes.
+    """
     if tiny and case.kind != "memory":
         case = case.tiny()
     if batch is None:
         return case
     if case.kind not in ("generate", "text", "fairseq"):
         raise ValueError(
-            f"--batch {batch} does not go with the case {case.name!r}, which has its own batch sizes"
+            f"--batch {batch} does not go with the case {case.name!r}, "
+            "which has its own batch sizes"
         )
     return replace(case, name=f"{case.name}_batch{batch}", batch=batch)

@@ -1,11 +1,13 @@
-"""Many clients and one server, on this machine: latency, throughput, and every answer looked at.
+"""Load-test a server on this machine with many clients; every answer is checked.
 
     python -m benchmarks.serving --clients 200 --rounds 3
 
-The same server runs twice in turn, patched and with FASTGEN=0 in its processes; each round sends every client's texts
-to both, in alternating order. A closed loop: a client sends its next text when it has its answer. The reference is
-made one text at a time, by transformers alone. An answer that is not the reference's is wrong, but for a near tie
-(`fastgen.cli.bench.agreement`); no speed is given where one is wrong or missing. Exit status 1 then.
+Measures latency and throughput. The same server runs twice, patched and with FASTGEN=0 in its
+processes. Each round sends every client's texts to both servers, in alternating order. The loop is
+closed: a client sends its next text when it has its answer. The reference is generated one text at
+a time, by transformers alone. An answer that differs from the reference is wrong, unless it is a
+near tie (`fastgen.cli.bench.agreement`). If an answer is wrong or missing, the result holds no
+speed and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from fastgen.cli.bench.measure import environment, paired_ratio
 from fastgen.corpus.texts import Options, Output, TextGenerator
 
 ARMS = {"stock": "0", "fastgen": "1"}
-Answer = tuple[float, str | None]  # seconds, and the text; None where there is none
+Answer = tuple[float, str | None]  # seconds, and the text or None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = (EXAMPLE / "test.en").read_text("utf-8").splitlines()[: args.clients * args.texts]
     if len(texts) < args.clients * args.texts:
         raise SystemExit(
-            f"{args.clients} clients of {args.texts} texts need more than the {len(texts)} there are"
+            f"{args.clients} clients of {args.texts} texts need more than "
+            f"the {len(texts)} there are"
         )
     generation = {"num_beams": args.beams, "max_new_tokens": args.new_tokens}
     reference = Reference(generation)
@@ -53,9 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _server(args, generation, "stock") as stock, _server(args, generation, "fastgen") as ours:
         urls = {"stock": stock, "fastgen": ours}
         for url in urls.values():
-            asyncio.run(
-                _load(url, texts[: args.clients], args.clients)
-            )  # what is kept for later calls
+            # Warm up: fills what the server keeps between calls.
+            asyncio.run(_load(url, texts[: args.clients], args.clients))
         rounds = []
         for number in range(args.rounds):
             order = list(urls) if number % 2 == 0 else list(urls)[::-1]
@@ -76,7 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Reference:
-    """What transformers alone writes for each text by itself."""
+    """Answers of transformers alone, one text at a time.
+
+    Args:
+        generation: arguments of `generate`.
+    """
 
     def __init__(self, generation: dict[str, Any]) -> None:
         self.generation = generation
@@ -91,7 +97,7 @@ class Reference:
                 self.known[text] = found.texts[0]
 
     def verdict(self, text: str, answer: str | None) -> str:
-        """equal, near tie, wrong or lost."""
+        """Return equal, near tie, wrong or lost."""
         if answer is None:
             return "lost"
         if answer == self.known[text]:
@@ -118,7 +124,7 @@ def _round(url: str, texts: Sequence[str], clients: int, reference: Reference) -
 
 
 async def _load(url: str, texts: Sequence[str], clients: int) -> list[Answer]:
-    """The answers to all texts; client c sends texts c, c + clients, ..., one after the other."""
+    """Return the answers to all texts; client c sends texts c, c + clients, ... in sequence."""
     answers: list[Answer] = [(0.0, None)] * len(texts)
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as session:
@@ -139,23 +145,24 @@ async def _load(url: str, texts: Sequence[str], clients: int) -> list[Answer]:
 
 @contextmanager
 def _server(args: argparse.Namespace, generation: dict[str, Any], arm: str) -> Iterator[str]:
-    """A server of one arm; its address."""
+    """Start a server of one arm and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [
-        sys.executable, "-m", "fastgen.ray.serve", str(EXAMPLE / "model"), "--port", str(port), "--generation",
-        json.dumps(generation), "--cpus", str(args.cpus), "--batch-tokens", str(args.batch_tokens),
+        sys.executable, "-m", "fastgen.ray.serve", str(EXAMPLE / "model"), "--port", str(port),
+        "--generation", json.dumps(generation), "--cpus", str(args.cpus), "--batch-tokens",
+        str(args.batch_tokens),
     ]  # fmt: skip
-    # Ray gives a replica as many threads as it has processors, unless the environment says otherwise.
-    kept = {
+    # Ray gives a replica as many threads as it has processors, unless OMP_NUM_THREADS is set.
+    inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in ("OMP_NUM_THREADS", "FASTGEN")
     }
     process = subprocess.Popen(
         command,
-        env=kept | {"FASTGEN": ARMS[arm]},
+        env=inherited | {"FASTGEN": ARMS[arm]},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -171,7 +178,7 @@ def _server(args: argparse.Namespace, generation: dict[str, Any], arm: str) -> I
 
 
 def _result(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Figures over the rounds; none of speed where an answer was wrong or lost."""
+    """Return figures over all rounds; no speed if an answer was wrong or lost."""
     counts = {
         name: {
             what: sum(one[name][what] for one in rounds)

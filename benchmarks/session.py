@@ -1,4 +1,4 @@
-"""What runners share: what the command line chose, a call beside itself unpatched, and what ran in it."""
+"""Shared parts of the runners: command-line settings, paired calls, counters, profiling."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from fastgen.cli.bench.measure import Outcome, both, compare, synchronize
 
 @dataclass
 class Session:
-    """What the command line chose, for all cases.
+    """Command-line settings, for all cases.
 
     Attributes:
-        rounds: None for the case's own number.
+        device: device of the models.
+        dtype: dtype of the models.
+        rounds: number of rounds; None for the case's own.
+        tiny: whether to shrink the cases for tests of the benchmark.
         cells: patterns of the grid's cells to measure.
-        done: cells already in the results file that need not be measured again.
+        done: cells in the results file that are not measured again.
         save: called with the results so far, so that a table can be interrupted.
         say: prints a line.
-        sentences: how many lines of the test text the text runner takes; None for all.
-        corpus: a folder with test.en and test.es, and more to train on, instead of the example's.
-        model, text: a folder with a model, and a file with what it translates, instead of the example's.
+        sentences: how many lines of the test text the text runner uses; None for all.
+        corpus: folder with test.en, test.es and further training text; None for the example's.
+        model: folder of a model; None for the example's.
+        text: file for the model to translate; None for the example's.
     """
 
     device: str = "cpu"
@@ -48,15 +52,15 @@ class Session:
 
 
 class Hits:
-    """Counts what fastgen ran and what it left to the toolkit, since it was made."""
+    """Counter of the calls that fastgen ran, and of its fallbacks, since its creation."""
 
     def __init__(self) -> None:
         self.before = counts()
 
     def since(self) -> dict[str, Any]:
-        found = counts().since(self.before)
-        fallbacks = {name.replace(", ", ": ", 1): count for name, count in found.fallbacks.items()}
-        return {"hits": found.hits, "fallbacks": fallbacks}
+        new = counts().since(self.before)
+        fallbacks = {name.replace(", ", ": ", 1): count for name, count in new.fallbacks.items()}
+        return {"hits": new.hits, "fallbacks": fallbacks}
 
 
 def compared(
@@ -68,17 +72,27 @@ def compared(
     rounds: int,
     **how: Any,
 ) -> dict[str, Any]:
-    """One `generate` call of so many tokens beside itself unpatched, and what ran in it."""
+    """Time one `generate` call with and without fastgen; return figures and what ran.
+
+    Args:
+        model: the transformers model.
+        inputs: tensor arguments of `generate`.
+        options: the other arguments of `generate`.
+        tokens: number of tokens that the call generates.
+        session: device.
+        rounds: number of rounds.
+        how: further arguments of `measure.compare`.
+    """
     hits = Hits()
     outcome = compare(
-        *both(lambda: model.generate(**inputs, **options)), rounds, Agreement(model, inputs, options),
-        synchronize=session.synchronize, **how,
+        *both(lambda: model.generate(**inputs, **options)), rounds,
+        Agreement(model, inputs, options), synchronize=session.synchronize, **how,
     )  # fmt: skip
     return figures(outcome, tokens) | hits.since()
 
 
 def figures(outcome: Outcome, tokens: int) -> dict[str, Any]:
-    """Return an outcome with tokens per second of both; no speed where the outputs differ."""
+    """Return an outcome with tokens per second of both; no speed if the outputs differ."""
     result = outcome.to_dict()
     if outcome.agrees:
         result["tokens"] = tokens
@@ -90,7 +104,7 @@ def figures(outcome: Outcome, tokens: int) -> dict[str, Any]:
 
 
 def profiled(call: Callable[[], object], device: str) -> Any:
-    """Return the profiler that has seen a call: its kernels on CUDA, its operators on a CPU."""
+    """Return the profile of a call: its kernels on CUDA, its operators on a CPU."""
     activity = ProfilerActivity.CUDA if device.startswith("cuda") else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
         call()

@@ -1,4 +1,4 @@
-"""One of fastgen's settings at two values, over a stream of sentences that end far apart."""
+"""Compare two values of a fastgen setting on a stream of sentences that end at different steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,20 @@ from fastgen.cli.bench.agreement import Agreements
 from fastgen.cli.bench.measure import compare
 
 STREAM = 8
-"""Batches in a stream."""
+"""Number of batches in a stream."""
 
 ENDS = 24
-"""One token in so many ends a sentence, as models with random weights come to no end by themselves."""
+"""Spacing of the end tokens in the vocabulary.
+
+Models with random weights rarely end a sentence with only one of them.
+"""
 
 
 def run_setting(case: Case, session: Session) -> dict[str, Any]:
-    """A stream with the second value of a case's setting, as the candidate, beside the first; both are fastgen's."""
+    """Measure a stream with the second value of a case's setting against the first.
+
+    Both run with fastgen.
+    """
     assert case.shape is not None
     assert case.setting is not None
     name, *values = case.setting
@@ -45,16 +51,16 @@ def run_setting(case: Case, session: Session) -> dict[str, Any]:
     same = Agreements(
         model, [{"input_ids": ids[None].to(session.device)} for ids in sentences], options
     )
-    hits, (before, now) = Hits(), (partial(streamed, value) for value in values)
+    hits, (first, second) = Hits(), (partial(streamed, value) for value in values)
     outcome = compare(
-        before, now, session.rounds or case.rounds, same, synchronize=session.synchronize
+        first, second, session.rounds or case.rounds, same, synchronize=session.synchronize
     )
     lengths = sorted(len(ids) - 1 for (ids,) in same.other)
     return outcome.to_dict() | hits.since() | {"sentences": len(sentences), "lengths": lengths}
 
 
 def _sentences(case: Case, model: Any) -> list[Tensor]:
-    """Sources of half to all of the case's tokens."""
+    """Return sources of half to all of the case's source tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(
         case.source // 2, case.source + 1, (case.batch * STREAM,), generator=generator

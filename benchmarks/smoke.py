@@ -1,14 +1,15 @@
-"""Look closely at one model on one device, in a minute: what runs, how long a step takes, and what a step is made of.
+"""Look closely at one model on one device for a minute: what runs, and the time of each step.
 
     python -m benchmarks.smoke --device cuda --look machine call profile exact
 
 - machine: versions, the device, the bandwidth of a copy and the rate of a matrix product;
-- call: BART-large's shape in bfloat16, one sentence and 32: seconds of the first call (kernels are compiled), graphs
-  captured, what was left off and why, and a decode step's time beside its floor;
+- call: BART-large's shape in bfloat16 with one sentence and with 32. Reports the seconds of the
+  first calls (the first one compiles kernels), the CUDA graphs captured, the disabled features with
+  their reasons, and the time of a decode step relative to its floor;
 - profile: the kernels of some decode steps (profile_batch1.txt, profile_batch32.txt);
-- exact: tokens in float32, beside the unpatched toolkit's.
+- exact: tokens in float32, compared with those of the unpatched toolkit.
 
-smoke.json is written anew after each look, so that nothing is lost if a later one fails.
+smoke.json is rewritten after each result, so a later failure loses nothing.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ NEW_TOKENS, PROFILED = 40, 8
 
 
 class Looks:
-    """The looks at one machine, each a method of its name that returns JSON-ready data.
+    """The looks at one machine; each is a method that yields names and JSON-ready data.
 
     Args:
-        out: where the tables of profiles go.
+        session: device, dtype and scale.
+        out: folder for the profile tables.
     """
 
     def __init__(self, session: Session, out: Path) -> None:
@@ -86,11 +88,10 @@ class Looks:
             steps = [] if report is None else [s for _, s in report.steps[:-1]]
             least = [floor(model, case, t, bandwidth, rate) for t in range(1, len(steps) + 1)]
             yield f"call_batch{case.batch}", {
-                "seconds": seconds,
-                "captured": " ".join(captured),
-                "plan": report and asdict(report.plan),
-                "step_seconds": steps,
-                "over_floor": statistics.median(s / f for s, f in zip(steps, least, strict=True)) if steps else None,
+                "seconds": seconds, "captured": " ".join(captured),
+                "plan": report and asdict(report.plan), "step_seconds": steps,
+                "over_floor": statistics.median(s / f for s, f in zip(steps, least, strict=True))
+                if steps else None,
             }  # fmt: skip
 
     def profile(self) -> Iterator[tuple[str, Any]]:
@@ -149,7 +150,7 @@ class Looks:
 
 @contextmanager
 def captures() -> Iterator[list[str]]:
-    """Within it, the functions that are captured as CUDA graphs are noted by name."""
+    """Record the names of the functions that are captured as CUDA graphs within the context."""
     names, capture = list[str](), graph.capture
 
     def noted(function: Any, *args: Any) -> Any:
@@ -164,7 +165,7 @@ def captures() -> Iterator[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Take the looks that the arguments name; return 1 if one failed or found other tokens."""
+    """Run the looks that the arguments name; return 1 if one failed or found different tokens."""
     parser = parser_of("benchmarks.smoke", __doc__)
     parser.add_argument(
         "--look", nargs="+", choices=LOOKS, default=LOOKS, metavar="NAME", help="default: all"
@@ -178,12 +179,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     looks = Looks(Session(args.device, torch.bfloat16, tiny=args.scale == "tiny"), folder)
     results: dict[str, Any] = {}
-    well = True
+    succeeded = True
     for look in args.look:
         try:
             for key, found in getattr(looks, look)():
                 results[key] = found
-                well &= found.get("equal", True)
+                succeeded &= found.get("equal", True)
                 print(
                     key,
                     {
@@ -194,12 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
                 _save(folder, args.look, results)
-        except Exception as error:  # the other looks are worth having
+        except Exception as error:  # the other looks still run
             traceback.print_exc()
             results[look] = {"error": f"{type(error).__name__}: {error}"}
-            well = False
+            succeeded = False
             _save(folder, args.look, results)
-    return 0 if well else 1
+    return 0 if succeeded else 1
 
 
 def _save(folder: Path, looks: Sequence[str], results: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
-"""How long a decode step takes, against the length of the text, sentences, beams and the source, beside its floor.
+"""Measure a decode step against text length, sentences, beams and source length, and its floor.
 
-The floor of a step is what the machine cannot avoid: the products of the decoder's linear layers at the rate of a large
-matrix product, or the reading of their weights at the speed of a copy, whichever is longer, plus the reading of the
-keys and values that the step attends to, each once.
+The floor is the time that the machine cannot avoid. It is the longer of two times: computing the
+matrix products of the decoder's linear layers at the rate of a large matrix product, or reading
+their weights at the speed of a copy. The time to read the keys and values that the step attends to,
+each once, is added.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ PASSES = 2
 
 
 def run_step_time(case: Case, session: Session) -> dict[str, Any]:
-    """The time of a decode step of both, and its floor: one cell for every value that is changed in the case."""
+    """Measure the decode steps of both sides, and their floor.
+
+    The result has one cell for each value that the case's grid changes.
+    """
     assert case.shape is not None
     model: Any = case.shape.build(session.dtype, session.device)
     bandwidth, rate = copy_bandwidth(session.device), product_rate(session)
@@ -37,9 +41,8 @@ def run_step_time(case: Case, session: Session) -> dict[str, Any]:
     for name, values in case.grid.items():
         for value in values:
             cell = replace(case, **{name: value})
-            found = pair(
-                cell, model, session, precision=1.0, budget=0.0
-            )  # no speed without the same output
+            # Compares the outputs: if they differ, there are no times.
+            found = pair(cell, model, session, precision=1.0, budget=0.0)
             if agrees(found):
                 found["steps"] = _steps(cell, model, session)
                 found["floor"] = [
@@ -56,7 +59,10 @@ def run_step_time(case: Case, session: Session) -> dict[str, Any]:
 
 
 def _steps(case: Case, model: Any, session: Session) -> dict[str, list[float]]:
-    """The seconds of every decode step but the last, whose end the toolkit does not show; the median of some passes."""
+    """Return the seconds of every decode step but the last: the median over some passes.
+
+    The toolkit does not expose the end of the last step.
+    """
     inputs, options = case.inputs(model), case.generate_options
     ours, stock = [], []
     for _ in range(PASSES):
@@ -75,12 +81,15 @@ def _steps(case: Case, model: Any, session: Session) -> dict[str, list[float]]:
 
 
 def _over(steps: list[float], floors: list[float]) -> float:
-    """Return how many times its floor a step takes, the median."""
+    """Return the median ratio of a step to its floor."""
     return statistics.median(step / least for step, least in zip(steps, floors, strict=True))
 
 
 def over_floor_text(case: Case, found: dict[str, Any]) -> str:
-    """Return how far the steps of a cell are from their floor, and a remark if that is too far; "" where unknown."""
+    """Return the ratios of a cell's steps to their floor, in words; "" if they are unknown.
+
+    A remark follows if the ratio is above the case's target.
+    """
     if "over_floor" not in found:
         return ""
     ours, stock = (found["over_floor"][side] for side in ("fastgen", "stock"))
@@ -90,7 +99,15 @@ def over_floor_text(case: Case, found: dict[str, Any]) -> str:
 
 
 def floor(model: Any, case: Case, generated: int, bandwidth: float, rate: float) -> float:
-    """Return the least seconds of the step behind so many generated tokens."""
+    """Return the least seconds of the decode step that follows `generated` generated tokens.
+
+    Args:
+        model: an encoder-decoder model.
+        case: number of sentences, beams and source tokens.
+        generated: number of tokens generated before the step.
+        bandwidth: bytes per second of a copy.
+        rate: floating-point operations per second.
+    """
     decoder = model.get_decoder()
     element = next(model.parameters()).element_size()
     linears = {name: m for name, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -107,7 +124,10 @@ def floor(model: Any, case: Case, generated: int, bandwidth: float, rate: float)
 
 
 def product_rate(session: Session, size: int = 2048, passes: int = 5) -> float:
-    """Return the floating point operations per second of a large matrix product, the fastest there is."""
+    """Return the floating-point operations per second of a large matrix product.
+
+    It is the fastest product available, so on a CPU in fp32 the weights are packed.
+    """
     if session.tiny:
         size = 64
     x = torch.randn(size, size, dtype=session.dtype, device=session.device)

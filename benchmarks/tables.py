@@ -1,9 +1,10 @@
-"""The tables of the documentation that are made from benchmarks/results, in Markdown.
+"""Markdown tables of the documentation, from the JSON in benchmarks/results.
 
-`make tables` writes them into docs/, by docs/hooks/tables.py.
+`make tables` writes them into docs/ by means of docs/hooks/tables.py.
 """
 
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ MACHINES = {
     "cpu-avx2": f"Zen{SPACE}3",
     "cpu-intel": "Intel",
 }
-"""What the tables call the machine of a folder of results; others go by the folder's name."""
+"""Names of the result folders' machines in the tables; other folders keep their own name."""
 WHOLE_CALLS = ("generate", "best_batch", "text", "fairseq", "command")
 NOT_YET, NONE = "There are no results yet.", "–"
 
@@ -35,25 +36,25 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def machines() -> str:
-    """The processors and GPUs that results were measured on, and with which versions."""
-    found: dict[tuple[str, ...], dict[str, set[str]]] = {}
+    """Return the table of processors and GPUs with results, and the versions used."""
+    used: dict[tuple[str, ...], dict[str, set[str]]] = {}
     for name, data in _results():
         folder, place = name.partition("/")[0], data["environment"]
         device = place["gpu"] or f"{place['cpu'].partition(' (')[0]}, {place['threads']} threads"
-        versions = found.setdefault(
+        versions = used.setdefault(
             (_where(name), device, f"`{folder}/`"), {"transformers": set(), "torch": set()}
         )
         for package, seen in versions.items():
             seen.add(place[package].partition("+")[0])
     rows = [
         (*row, *(", ".join(sorted(seen)) for seen in versions.values()))
-        for row, versions in found.items()
+        for row, versions in used.items()
     ]
     return table(("in the tables", "machine", "results", "transformers", "PyTorch"), rows)
 
 
 def headline() -> str:
-    """How many times as fast five whole calls are, by processor."""
+    """Return the table of speed-ups of five whole calls, by processor."""
     cases = {
         "bart_large": "BART-large, 4 texts of 512 tokens, no repeated 3-gram",
         "gpt2": "GPT-2 124M, 4 prompts of 512 tokens",
@@ -62,9 +63,8 @@ def headline() -> str:
         "fairseq_big": "fairseq's big transformer, 16 sentences of 40 tokens",
     }
     found = {name: data["result"] for name, data in _results(*WHOLE_CALLS)}
-    for name, data in _results(
-        "peer"
-    ):  # where a case was measured in turn with a third system alone
+    # Cases that were only measured together with a third system.
+    for name, data in _results("peer"):
         peer = data["arguments"]["peer"]
         ratio = data["result"]["over"]["stock"] | {"equal": agrees(data["result"])}
         found.setdefault(name.replace(f"_{peer}.json", ".json"), ratio)
@@ -77,17 +77,20 @@ def headline() -> str:
 
 
 def speed() -> str:
-    """Whole calls of transformers against its own code, of all results files."""
+    """Return the table of whole calls of transformers, from all results files."""
     return _speed("generate", "best_batch", "text")
 
 
 def fairseq_speed() -> str:
-    """Whole calls of fairseq against its own code, of all results files."""
+    """Return the table of whole calls of fairseq, from all results files."""
     return _speed("fairseq", "command")
 
 
 def _speed(*kinds: str) -> str:
-    """A row for each case, a column for each machine: times as fast, and seconds of both."""
+    """Return a table with a row per case and a column per machine.
+
+    Cells hold the speed-up and the seconds of both sides.
+    """
     found = dict(_results(*kinds))
     places = _places(found)
     cases: dict[str, str] = {}
@@ -112,11 +115,14 @@ def _cell(data: dict[str, Any] | None) -> str:
     seconds = f"{result['baseline_seconds']:.3g} → {result['candidate_seconds']:.3g} s".replace(
         " ", SPACE
     )
-    return f"**{result['ratio']:.2f}** {_interval(result)}<br>{seconds}{'' if result['equal'] else f'<br>{ROUNDED}'}"
+    return (
+        f"**{result['ratio']:.2f}** {_interval(result)}<br>{seconds}"
+        f"{'' if result['equal'] else f'<br>{ROUNDED}'}"
+    )
 
 
 def peers() -> str:
-    """Whole calls beside another system's with the same weights, of all results files."""
+    """Return the table of whole calls against another system with the same weights."""
     head = (
         "case",
         "machine",
@@ -149,7 +155,7 @@ def peers() -> str:
 
 
 def never_worse() -> str:
-    """The range of ratios of the grid, of all results files."""
+    """Return the table with the range of the grid's ratios, from all results files."""
     rows: list[tuple[str, ...]] = []
     for name, data in _results("grid"):
         if data["case"] != "never_worse":
@@ -168,16 +174,17 @@ def never_worse() -> str:
 
 
 def few_tokens() -> str:
-    """Ratios of calls for few new tokens, of all results files."""
-    found: dict[
-        tuple[str, str], dict[int, str]
-    ] = {}  # by what is a row, and the number of new tokens
+    """Return the table of ratios for few new tokens, from all results files."""
+    # Ratios by (machine, sentences x beams) and by the number of new tokens.
+    ratios_of: dict[tuple[str, str], dict[int, str]] = {}
     for name, data in _results("grid"):
         for cell in data["result"]["cells"].values() if data["case"] == "few_tokens" else ():
-            row = found.setdefault((_where(name), f"{cell['batch']} x {cell['beams']}"), {})
+            row = ratios_of.setdefault((_where(name), f"{cell['batch']} x {cell['beams']}"), {})
             row[cell["new_tokens"]] = _ratio(cell)
-    counts = sorted({count for row in found.values() for count in row})
-    rows = [(*row, *(ratios.get(count, NONE) for count in counts)) for row, ratios in found.items()]
+    counts = sorted({count for row in ratios_of.values() for count in row})
+    rows = [
+        (*row, *(ratios.get(count, NONE) for count in counts)) for row, ratios in ratios_of.items()
+    ]
     return (
         table(("machine", "sentences x beams", *(f"{n} new" for n in counts)), rows)
         if rows
@@ -186,7 +193,7 @@ def few_tokens() -> str:
 
 
 def memory() -> str:
-    """Measured bytes of keys and values, of all results files."""
+    """Return the table of measured KV cache sizes, from all results files."""
     rows = [
         (
             f"`{model}`",
@@ -201,17 +208,23 @@ def memory() -> str:
 
 
 def families_speed() -> str:
-    """Ratios of every family's calls, of all results files."""
+    """Return the tables of ratios of every family's calls, from all results files."""
     return _ratios("families", "family")
 
 
 def encoders_speed() -> str:
-    """Ratios of encoders' calls by how long the sentences of a batch are, of all results files."""
+    """Return the tables of ratios of encoders, from all results files.
+
+    Columns are the lengths of the sentences in a batch.
+    """
     return _ratios("forwards", "encoder")
 
 
 def _ratios(kind: str, title: str) -> str:
-    """For each machine, a row of ratios for every model of results of a kind, with a column for each call."""
+    """Return a table of ratios per machine for one kind of results.
+
+    Each has a row per model and a column per call.
+    """
     parts: list[str] = []
     for file, data in _results(kind):
         models = data["result"]
@@ -231,19 +244,19 @@ def _times(result: dict[str, Any] | None) -> str:
 
 
 def _interval(found: dict[str, Any]) -> str:
-    """A 95% interval, which no line break divides."""
+    """Return a 95% interval that no line break divides."""
     return f"[{found['low']:.2f},{SPACE}{found['high']:.2f}]"
 
 
 def paper() -> str:
-    """The papers' tables and figures, as measured on each hardware."""
+    """Return the papers' tables and figures, as measured on each machine."""
     parts: list[str] = []
     for file in sorted(RESULTS.glob("*/paper/*.json")):
         data = json.loads(file.read_text("utf-8"))
         result = data["result"]
         what = data["what"][0].upper() + data["what"][1:]
         here = f"Here: {_device(data)}; {result['shape']}. The paper's: {data['paper_hardware']}."
-        parts.append(f"## {data['title']}\n\n{what}. {here}")
+        parts.append(f"## {data['title']}\n\n{textwrap.fill(f'{what}. {here}', 100)}")
         differ = "The outputs differed: no speed is given."
         parts.append(table(result["columns"], result["rows"]) if result["equal"] else differ)
         if result["curve"] is not None:
@@ -252,7 +265,13 @@ def paper() -> str:
 
 
 def _results(*kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the results files of some kinds, or of all, with their paths in benchmarks/results, by machine."""
+    """Yield the results files of some kinds, ordered by machine.
+
+    Args:
+        kinds: kinds of results; all if empty.
+    Yields:
+        The path in benchmarks/results, and the data.
+    """
     files = [str(file.relative_to(RESULTS)) for file in sorted(RESULTS.glob("*/*.json"))]
     for place in _places(files):
         for file in files:
@@ -263,13 +282,13 @@ def _results(*kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _places(files: Iterable[str]) -> list[str]:
-    """The folders of results files: those of MACHINES in its order, then the others."""
+    """Return the folders of results files: those of MACHINES in its order, then all others."""
     folders = {file.partition("/")[0] for file in files}
     return [*(name for name in MACHINES if name in folders), *sorted(folders - set(MACHINES))]
 
 
 def _where(file: str) -> str:
-    """The machine of a results file, or of its folder."""
+    """Return the name of the machine of a results file, or of its folder."""
     folder = file.partition("/")[0]
     return MACHINES.get(folder, folder)
 

@@ -1,10 +1,11 @@
-"""Random weights with which a model's beam search neither ties nor repeats one token for ever.
+"""Random weights with which beam search neither ties nor repeats one token forever.
 
-With transformers' own initialisation the logits are almost equal, so that rounding decides, and deep random decoders
-collapse: what the attention layers return, and the mean of the activations, is nearly the same at every step and drowns
-the current token, so one token is repeated. Here the projections are large (`gain`), what the decoder's attention adds
-is damped (`mixing`), the second feed-forward matrices ignore the mean of their input, and the logits spread over a few
-nats.
+With transformers' own initialisation the logits are almost equal, so that rounding decides. Deep
+random decoders also collapse: the output of the attention layers and the mean of the activations
+are nearly the same at every step and outweigh the current token, so one token is repeated. The
+weights here differ in four ways. Projections are large (`gain`), the output of the decoder's
+attention layers is damped (`mixing`), the second feed-forward matrices ignore the mean of their
+input, and the logits spread over a few nats.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ ATTENTION_OUTPUTS = (
 
 @dataclass(frozen=True)
 class Weights:
-    """How the random weights are drawn.
+    """Distribution of the random weights.
 
     Attributes:
         gain: standard deviation of a projection's output for unit input.
         embedding: standard deviation of the embeddings, which are tied to the output projection.
         mixing: factor on the output projections of the decoder's attention layers.
-        final_norm: factor on the last normalisation before the output projection, hence on all logits.
+        final_norm: factor on the last normalisation before the output projection, hence on all
+            logits.
     """
 
     gain: float
@@ -43,9 +45,14 @@ class Weights:
     final_norm: float = 1.0
 
     def fill(self, model: nn.Module, decoder: nn.Module, seed: int = 0) -> None:
-        """Overwrite the weight matrices of `model`; biases, normalisations and fixed position tables stay.
+        """Overwrite the weight matrices of `model`.
 
-        decoder: the part of it that writes.
+        Biases, normalisations (except for `final_norm`) and fixed position tables stay.
+
+        Args:
+            model: the model.
+            decoder: the part of it that generates; `model` itself if it is decoder-only.
+            seed: seed of the random numbers.
         """
         import torch
         from torch import nn
@@ -53,7 +60,7 @@ class Weights:
 
         generator = torch.Generator().manual_seed(seed)
         in_decoder = set(decoder.modules())
-        drawn, last_norm = set(), None
+        filled, last_norm = set(), None
         with torch.no_grad():
             for name, module in model.named_modules():
                 leaf = name.rsplit(".", 1)[-1]
@@ -61,13 +68,13 @@ class Weights:
                     last_norm = module
                 if (
                     not isinstance(module, nn.Linear | nn.Embedding | Conv1D)
-                    or id(module.weight) in drawn
+                    or id(module.weight) in filled
                 ):
                     continue
                 weight = module.weight
                 if not weight.requires_grad:  # sinusoidal positions
                     continue
-                drawn.add(id(weight))
+                filled.add(id(weight))
                 if isinstance(module, nn.Embedding):
                     std = self.embedding
                 else:

@@ -1,7 +1,11 @@
-"""Chat with a decoder-only model: each answer is printed while it is made, by a `TextIteratorStreamer` and a thread.
+"""Chat with a decoder-only model and print each answer while it is generated.
 
-python examples/chat.py                                       # a tiny random model, whose answers are noise
-python examples/chat.py --model MODEL "What is beam search?"  # MODEL: a folder, or a name on the Hub
+The tokens arrive through a `TextIteratorStreamer`, while `generate` runs in a thread.
+
+    # A tiny random model, whose answers are noise.
+    python examples/chat.py
+    # MODEL is a folder or a name on the Hub.
+    python examples/chat.py --model MODEL "What is beam search?"
 """
 
 import argparse

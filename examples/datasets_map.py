@@ -1,4 +1,4 @@
-"""Add a column of translations to a dataset: `datasets.map` in batches.
+"""Add a column of translations to a dataset with `datasets.map`, in batches.
 
 python examples/datasets_map.py
 """
@@ -8,7 +8,7 @@ from pathlib import Path
 from datasets import Dataset
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-import fastgen
+import fastgen  # noqa: F401
 
 FOLDER = Path(__file__).parent / "en-es"
 

@@ -1,15 +1,16 @@
-"""Translate with fairseq: the model of this folder as a fairseq `TransformerModel`, and its `SequenceGenerator`.
+"""Translate with fairseq: the example's model as a `TransformerModel`, with `SequenceGenerator`.
 
-fairseq's Transformer and transformers' Marian are the same model with the same names, so that the weights are copied
-as they are. fairseq 0.12.2 cannot be imported on Python 3.11 without fastgen, whose import comes first here.
+fairseq's Transformer and transformers' Marian are the same model with the same weight names, so the
+weights are copied unchanged. fairseq 0.12.2 cannot be imported on Python 3.11 without fastgen, so
+fastgen is imported first.
 
-python examples/fairseq_translate.py
+    python examples/fairseq_translate.py
 """
 
 from argparse import Namespace
 from pathlib import Path
 
-import fastgen
+import fastgen  # noqa: F401  (isort: skip)
 import torch
 from fairseq.data import Dictionary
 from fairseq.data.data_utils import collate_tokens
@@ -21,9 +22,10 @@ FOLDER = Path(__file__).parent / "en-es"
 
 
 def as_fairseq(marian: torch.nn.Module, dictionary: Dictionary) -> TransformerModel:
-    """The same model in fairseq, whose dictionary has one symbol more than Marian's vocabulary: the first, `bos`.
+    """Return the same model in fairseq.
 
-    Marian's padding is what its texts begin with, so that its row stands for `bos` too.
+    fairseq's dictionary has one symbol more than Marian's vocabulary: the first one, `bos`. Marian
+    starts its sequences with the padding token, so the weights of that token also serve `bos`.
     """
     config = marian.config
     sizes = {
@@ -34,7 +36,7 @@ def as_fairseq(marian: torch.nn.Module, dictionary: Dictionary) -> TransformerMo
             "layers": getattr(config, f"{side}_layers"),
             "attention_heads": getattr(config, f"{side}_attention_heads"),
             "ffn_embed_dim": getattr(config, f"{side}_ffn_dim"),
-            "learned_pos": True,  # Marian's waves are not quite fairseq's
+            "learned_pos": True,  # Marian's sinusoids differ slightly from fairseq's
         }.items()
     }
     limits = {
@@ -50,9 +52,8 @@ def as_fairseq(marian: torch.nn.Module, dictionary: Dictionary) -> TransformerMo
     vocabulary = weights["shared.weight"]
     for side in ("encoder", "decoder"):
         positions = weights[f"{side}.embed_positions.weight"]
-        weights[f"{side}.embed_positions.weight"] = torch.cat(
-            [positions[:2], positions]
-        )  # its first two are unused
+        # The first two rows of fairseq's position table are unused.
+        weights[f"{side}.embed_positions.weight"] = torch.cat([positions[:2], positions])
         weights[f"{side}.embed_tokens.weight"] = torch.cat([vocabulary[:1], vocabulary])
     weights["decoder.output_projection.weight"] = weights["decoder.embed_tokens.weight"]
     model.load_state_dict(weights, strict=False)

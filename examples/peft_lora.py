@@ -1,10 +1,11 @@
-"""Generate with a LoRA adapter of PEFT: beside the weights, and merged into them.
+"""Generate with a LoRA adapter of PEFT, first beside the weights and then merged into them.
 
-The adapter is a random one; yours would be `PeftModel.from_pretrained(model, FOLDER)`. Beside the weights it stands in
-the place of linear layers, so that the decoder's steps run through the model's own modules: `status()` counts them
-with that reason. Merged, it is in the weights, and the steps are made from those.
+The adapter here is random; yours comes from `PeftModel.from_pretrained(model, FOLDER)`. As long as
+it is not merged, the adapter replaces linear layers, so decode steps run through the model's own
+modules; `status()` counts them with that reason. Once it is merged, decode steps run directly on
+the weights.
 
-python examples/peft_lora.py
+    python examples/peft_lora.py
 """
 
 from pathlib import Path

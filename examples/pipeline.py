@@ -1,9 +1,10 @@
 """Translate with a pipeline, in batches.
 
-transformers 5 has dropped `pipeline("translation")`, and a task of one's own is what is left of it: a class of four
-methods. Those that are left generate with decoder-only models: `pipeline("text-generation")` works in the same way.
+transformers 5 removed `pipeline("translation")`. A custom task replaces it: a class with four
+methods. The remaining generation pipelines are for decoder-only models;
+`pipeline("text-generation")` works in the same way.
 
-python examples/pipeline.py
+    python examples/pipeline.py
 """
 
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from transformers import AutoModelForSeq2SeqLM, Pipeline, pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-import fastgen
+import fastgen  # noqa: F401
 
 FOLDER = Path(__file__).parent / "en-es"
 

@@ -1,6 +1,8 @@
-"""Evaluate with `Seq2SeqTrainer`: with predict_with_generate it calls `model.generate` for every batch.
+"""Evaluate with `Seq2SeqTrainer`.
 
-python examples/seq2seq_trainer.py
+With `predict_with_generate=True` it calls `model.generate` for every batch.
+
+    python examples/seq2seq_trainer.py
 """
 
 from pathlib import Path
@@ -17,7 +19,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
 )
 
-import fastgen
+import fastgen  # noqa: F401
 
 FOLDER = Path(__file__).parent / "en-es"
 
@@ -30,9 +32,8 @@ samples = [tokenizer(s, text_target=r) for s, r in zip(sources, references, stri
 
 
 def bleu(found: EvalPrediction) -> dict[str, float]:
-    ids = np.where(
-        found.predictions >= 0, found.predictions, tokenizer.pad_token_id
-    )  # -100 where texts end early
+    # Texts that end early are filled with -100.
+    ids = np.where(found.predictions >= 0, found.predictions, tokenizer.pad_token_id)
     texts = [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
     print(*texts, sep="\n")
     return {"bleu": BLEU().corpus_score(texts, [references]).score}

@@ -1,7 +1,7 @@
 """Continue texts with `pipeline("text-generation")`, in batches.
 
-python examples/text_generation.py              # a tiny random model, whose texts are noise
-python examples/text_generation.py MODEL        # a folder, or a name on the Hub
+python examples/text_generation.py          # a tiny random model, whose texts are noise
+python examples/text_generation.py MODEL    # a folder, or a name on the Hub
 """
 
 import argparse

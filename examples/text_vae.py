@@ -1,13 +1,15 @@
-"""Train a small text VAE, and generate from points between the latents of two sentences.
+"""Train a small text VAE and generate from points between the latents of two sentences.
 
-An encoder makes a latent variable of a sentence; a GPT-2 decodes it from a few embeddings that are made of the latent
-and stand in a prompt's place (`inputs_embeds`), where all beams of a sentence share them. Half a minute of training is
-short: the texts between two sentences show what the latents say, not what the method can do. The variable `STEPS`
-makes it longer or shorter.
+An encoder maps a sentence to a latent variable. A GPT-2 decodes it from a few embeddings that are
+computed from the latent and passed as a prompt (`inputs_embeds`); all beams of a sentence share
+their KV cache. Half a minute of training is short, so the texts between two sentences show the
+information in the latents, not the limits of the method. The environment variable `STEPS` sets the
+number of training steps.
 
-python examples/text_vae.py
+    python examples/text_vae.py
 
-Source: Bowman et al. 2016, Generating Sentences from a Continuous Space (KL annealing, word dropout, homotopies).
+Source: Bowman et al. 2016, Generating Sentences from a Continuous Space (KL annealing, word
+dropout, homotopies).
 """
 
 import os
@@ -31,26 +33,33 @@ lines = [line for line in (FOLDER / "test.en").read_text("utf-8").splitlines() i
 
 
 class TextVAE(nn.Module):
-    """A bag of words in, a latent variable, a text out."""
+    """A variational autoencoder that encodes a bag of words and decodes a text."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.decoder = GPT2LMHeadModel(
             GPT2Config(
-                vocab_size=vocabulary, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0,
-                embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD,
+                vocab_size=vocabulary, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=64,
+                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None,
+                eos_token_id=EOS, pad_token_id=PAD,
             )
         )  # fmt: skip
         self.words = nn.EmbeddingBag(vocabulary, 2 * LATENT, padding_idx=PAD)
         self.prefix = nn.Linear(LATENT, PREFIX * WIDTH)
 
     def encode(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean and the logarithm of the variance (B, LATENT) of the latents of ids (B, L)."""
+        """Return the mean and the log-variance of the latents.
+
+        Args:
+            ids: (B, L) int64 token ids.
+        Returns:
+            Two tensors (B, LATENT).
+        """
         mean, log_variance = self.words(ids).chunk(2, -1)
         return mean, log_variance - 4.0
 
     def prompt(self, latent: Tensor) -> Tensor:
-        """Return the embeddings (B, PREFIX, WIDTH) that a text of latents (B, LATENT) begins with."""
+        """Return the prompt embeddings (B, PREFIX, WIDTH) of latents (B, LATENT)."""
         return self.prefix(latent).view(-1, PREFIX, WIDTH)
 
     def loss(self, ids: Tensor, kl_weight: float) -> Tensor:
@@ -111,7 +120,8 @@ for _ in range(ROUNDS):
     took["without"] += time.perf_counter() - middle
     same = same and torch.equal(ours, stock)
 print(
-    f"the same tokens: {same}; transformers takes {took['without'] / took['with']:.2f} times as long as fastgen"
+    f"the same tokens: {same}; transformers takes "
+    f"{took['without'] / took['with']:.2f} times as long as fastgen"
 )
 
 print(fastgen.status())

@@ -1,4 +1,7 @@
-"""A tiny decoder-only model with random weights and its tokenizer, made offline: they stand in for a model of yours."""
+"""A tiny decoder-only model with random weights and its tokenizer, as stand-ins for yours.
+
+Both are created offline.
+"""
 
 from pathlib import Path
 
@@ -14,7 +17,7 @@ TEMPLATE = (
 
 
 def tiny_model() -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
-    """Return a tokenizer with a chat template, and a Llama of two layers (float32, on the CPU)."""
+    """Return a tokenizer with a chat template and a two-layer Llama (float32, on the CPU)."""
     pieces = Tokenizer(models.BPE())
     pieces.pre_tokenizer, pieces.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -30,8 +33,9 @@ def tiny_model() -> tuple[PreTrainedTokenizerFast, LlamaForCausalLM]:
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        initializer_range=0.3, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return tokenizer, LlamaForCausalLM(config).eval()

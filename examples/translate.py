@@ -1,13 +1,15 @@
-"""Translate a file with plain transformers: batches, beams, and one line more than without fastgen.
+"""Translate a file with plain transformers in batches with beam search.
 
-python examples/translate.py
+`import fastgen` is the only additional line.
+
+    python examples/translate.py
 """
 
 from pathlib import Path
 
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-import fastgen
+import fastgen  # noqa: F401
 
 FOLDER = Path(__file__).parent / "en-es"
 

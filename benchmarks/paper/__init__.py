@@ -1,6 +1,6 @@
-"""The tables and figures of the papers that fastgen follows, measured again on the machine at hand.
+"""Tables and figures of the papers that fastgen builds on, measured on the present machine.
 
-Each is measured beside the unpatched toolkits of today, with random weights of the paper's shapes unless it says
-otherwise. What a paper measured stands in the code as it was printed, beside the hardware it was measured on: the
-machines differ, and so do the baselines, so that ratios can be compared, and times cannot.
+The baselines are the current unpatched toolkits. Models have the shapes of the papers and random
+weights unless stated otherwise. Figures that a paper printed are kept in the code, with the
+hardware that it used. Machines and baselines differ, so ratios are comparable and times are not.
 """

@@ -1,10 +1,10 @@
 """Measure the papers' tables and figures, side by side with the unpatched toolkits.
 
-python -m benchmarks.paper --list
-python -m benchmarks.paper --table fastseq_table3 amun_table3
+    python -m benchmarks.paper --list
+    python -m benchmarks.paper --table fastseq_table3 amun_table3
 
-One JSON file for each goes to benchmarks/results/<hardware>/paper/; docs/paper.md and its plots are made from them
-(`make tables plot`). The exit status is 1 if any output differed.
+One JSON file for each goes to benchmarks/results/<hardware>/paper/. `make tables plot` creates
+docs/paper.md and its plots from these files. The exit status is 1 if any output differed.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.table or TABLES:
         table, began = TABLES[name], time.perf_counter()
         try:
-            found = table.measure(order)
+            result = table.measure(order)
         except NotHere as missing:
             print(f"\n{table.title}: not measured. {missing}", flush=True)
             continue
         seconds = time.perf_counter() - began
-        equal &= found.equal
-        print(f"\n{table.title}: {table.what} ({found.shape}; {seconds:.0f} s)")
-        for row in (found.columns, *found.rows):
+        equal &= result.equal
+        print(f"\n{table.title}: {table.what} ({result.shape}; {seconds:.0f} s)")
+        for row in (result.columns, *result.rows):
             print("  " + "".join(f"{cell:<38} " for cell in row).rstrip(), flush=True)
         data = {
-            "case": name, "kind": "paper", "title": table.title, "what": table.what, "paper_hardware": table.hardware,
-            "size": size, "seconds": seconds, "arguments": {"threads": args.threads, "dtype": args.dtype},
-            "environment": environment(), "result": asdict(found),
+            "case": name, "kind": "paper", "title": table.title, "what": table.what,
+            "paper_hardware": table.hardware, "size": size, "seconds": seconds,
+            "arguments": {"threads": args.threads, "dtype": args.dtype},
+            "environment": environment(), "result": asdict(result),
         }  # fmt: skip
         write_whole(folder / "paper" / f"{name}.json", data)
     return 0 if equal else 1

@@ -17,7 +17,8 @@ from fastgen.cli.bench.measure import interleave, synchronize
 from fastgen.ops.selection.kbest import kbest
 
 _HARDWARE = "V100"
-# Beams; the paper's seconds: product, bias, softmax, k best one after the other; the last three fused.
+# For each number of beams the paper's seconds: product, bias, softmax and k best, each alone; the
+# last three fused.
 _PAPER = (
     (1, (5.39, 1.26, 1.69, 12.53), 2.07),
     (3, (14.18, 3.76, 4.75, 18.23), 3.43),
@@ -26,7 +27,7 @@ _PAPER = (
 
 
 def table3(order: Order) -> Result:
-    """The output layer of a step, by parts; one after the other, and from the logits in one operation."""
+    """Measure the output layer of a decode step: each part alone, and the last three fused."""
     sentences, states, words = order.of((128, 512, 30_000), (32, 512, 30_000), (2, 16, 300))
     device, dtype, rounds = order.session.device, order.session.dtype, order.session.rounds or 3
     rig = ops.Rig(device, dtype)
@@ -65,11 +66,14 @@ def table3(order: Order) -> Result:
         label = f"{beams} beam{'s' if beams > 1 else ''}"
         for part, seconds in zip(("product", "bias", "softmax", "k best"), paper, strict=True):
             rows.append((f"{label}: {part}", f"{seconds:g} s", f"{spent[part] * 1e3:.2f} ms"))
-        less = (
+        changes = (
             fused / sum(paper[1:]) - 1,
             spent["fused"] / (spent["bias"] + spent["softmax"] + spent["k best"]) - 1,
         )
-        shown = (f"{fused:g} s ({less[0]:+.0%})", f"{spent['fused'] * 1e3:.2f} ms ({less[1]:+.0%})")
+        shown = (
+            f"{fused:g} s ({changes[0]:+.0%})",
+            f"{spent['fused'] * 1e3:.2f} ms ({changes[1]:+.0%})",
+        )
         rows.append((f"{label}: the last three, fused", *shown))
     shape = (
         f"{sentences} sentences, states of {states}, {words:,} words; the paper counts a whole run"
@@ -78,7 +82,7 @@ def table3(order: Order) -> Result:
 
 
 def _medians(parts: dict[str, Callable[[], Any]], device: str, rounds: int) -> dict[str, float]:
-    """Seconds of a call of each, taking turns."""
+    """Return the median seconds of a call of each part; the parts take turns."""
     many = {name: ops.repeated([call], device, 0.05) for name, call in parts.items()}
     spent, _ = interleave(
         [call for call, _ in many.values()],
@@ -93,12 +97,12 @@ def _medians(parts: dict[str, Callable[[], Any]], device: str, rounds: int) -> d
 
 
 def figure2(order: Order) -> Result:
-    """One batch of real sentences of all lengths; the time of each step while they end."""
+    """Measure the time of each decode step of one batch while its sentences end."""
     count = order.of(1280, 128, 4)
-    found = _translate(order, count, count)
-    if not found["equal"]:
+    result = _translate(order, count, count)
+    if not result["equal"]:
         return Result((), [], f"{count} sentences", equal=False)
-    steps = {side: found["steps"][side][0] for side in ("fastgen", "stock")}
+    steps = {side: result["steps"][side][0] for side in ("fastgen", "stock")}
     longest = max(map(len, steps.values()))
     curve = Curve(
         list(range(1, longest + 1)),
@@ -111,12 +115,12 @@ def figure2(order: Order) -> Result:
     )
     rows: list[tuple[str, ...]] = []
     for share in (0.1, 0.5, 0.9):
-        at = int(share * (len(steps["fastgen"]) - 1))
-        present, seconds = steps["fastgen"][at]
-        stock = steps["stock"][min(at, len(steps["stock"]) - 1)][1]
+        step = int(share * (len(steps["fastgen"]) - 1))
+        present, seconds = steps["fastgen"][step]
+        stock = steps["stock"][min(step, len(steps["stock"]) - 1)][1]
         rows.append(
             (
-                f"step {at + 1}",
+                f"step {step + 1}",
                 f"{present} of {count}",
                 f"{stock * 1e3:.1f} ms",
                 f"{seconds * 1e3:.1f} ms",
@@ -132,7 +136,7 @@ def _padded(values: list[float], length: int) -> list[float | None]:
 
 
 def figure3(order: Order) -> Result:
-    """Sentences per second against the batch size, over the same sentences."""
+    """Measure sentences per second against the batch size, over the same sentences."""
     count, sizes = order.of(
         (1280, (1, 4, 16, 64, 256, 1280)), (128, (1, 4, 16, 64, 128)), (4, (1, 4))
     )
@@ -157,7 +161,10 @@ def figure3(order: Order) -> Result:
             speeds[side].append(speed)
         rows.append((f"batch {size}", *shown))
     curve = Curve(list(sizes), speeds, "batch", "sentences per second")
-    shape = f"the example's model, {count} sentences, 1 beam; in the paper over 20 times from batch 1 to the largest"
+    shape = (
+        f"the example's model, {count} sentences, 1 beam; "
+        "in the paper over 20 times from batch 1 to the largest"
+    )
     equal = all(one["equal"] for one in raw.values())
     return Result(
         ("", "toolkit, sentences/s", "fastgen, sentences/s", "here"), rows, shape, equal, curve, raw

@@ -11,7 +11,7 @@ from benchmarks.paper.table import NotHere, Order, Result, Table
 _HARDWARE = "T4"
 _DEGRADED = 1.0  # BLEU points
 _SIGNIFICANT = 0.05
-# Of the four tasks: IWSLT, WMT, XSUM, CNN/DailyMail.
+# For the four tasks IWSLT, WMT, XSUM and CNN/DailyMail.
 _PAPER = {
     ("unaligned", "no loss"): "1.43x 1.34x 1.48x 1.71x",
     ("unaligned", "1 point"): "1.58x 1.43x 1.72x 2.05x",
@@ -23,45 +23,54 @@ _FIGURE_8 = "in the paper (CNN/DailyMail) slightly over 1, about 1/5, about 5, 1
 
 
 def table1(order: Order) -> Result:
-    """The fastest point of each kind, of what `benchmarks.bild` has measured at batch 1."""
+    """Return the fastest point of each kind that `benchmarks.bild` measured at batch 1."""
     cells, arguments = _cells(order)
     plain = cells["batch 1, large alone"]
     rows: list[tuple[str, ...]] = [
         ("the large model alone", "-", f"{plain['bleu']:.2f}", "1.00x", "")
     ]
     for (which, loss), paper in _PAPER.items():
-        of_kind = [
+        candidates = [
             cell
             for cell in cells.values()
             if cell["batch"] == 1 and cell["small"] == which and cell["ratio"]
         ]
         lossy = [
-            cell for cell in of_kind if cell["point"] and cell["point"]["rollback"] is not None
+            cell for cell in candidates if cell["point"] and cell["point"]["rollback"] is not None
         ]
-        kept = [cell for cell in lossy if plain["bleu"] - cell["bleu"] <= _DEGRADED]
+        accepted = [cell for cell in lossy if plain["bleu"] - cell["bleu"] <= _DEGRADED]
         if loss == "no loss":
-            kept = [
+            accepted = [
                 cell
                 for cell in lossy
                 if cell["bleu"] >= plain["bleu"] or cell["p_value"] >= _SIGNIFICANT
             ]
-        best = max(kept, key=lambda cell: cell["ratio"], default=None)
+        best = max(accepted, key=lambda cell: cell["ratio"], default=None)
         shown: tuple[str, ...] = ("", "none", "")
         if best is not None:
             point = best["point"]
-            shown = (f"{best['bleu']:.2f}", f"{best['ratio']:.2f}x [{best['low']:.2f}, {best['high']:.2f}]",
-                     f"fallback {point['fallback']}, rollback {point['rollback']}")  # fmt: skip
+            shown = (
+                f"{best['bleu']:.2f}",
+                f"{best['ratio']:.2f}x [{best['low']:.2f}, {best['high']:.2f}]",
+                f"fallback {point['fallback']}, rollback {point['rollback']}",
+            )
         rows.append((f"BiLD, {which}, {loss}", paper, *shown))
     heads = ("", "paper (IWSLT, WMT, XSUM, CNN/DM)", "BLEU here", "here", "at")
     pair = f"{arguments['large']} with {arguments['small']}"
-    shape = f"{pair}, {arguments['sentences']} sentences, batch 1; the large model alone is accelerated too"
+    shape = (
+        f"{pair}, {arguments['sentences']} sentences, batch 1; "
+        "the large model alone is accelerated too"
+    )
     return Result(
         heads, rows, shape, raw={"cells": {k: v for k, v in cells.items() if v["batch"] == 1}}
     )
 
 
 def figure8(order: Order) -> Result:
-    """Counted passes of the same run times what a pass computes and reads, by arithmetic."""
+    """Return the compute and memory traffic of each run, relative to the large model alone.
+
+    They follow by arithmetic from the number of passes of the run.
+    """
     cells, arguments = _cells(order)
     if order.pair is None:
         raise NotHere("--pair names the folders of the models that benchmarks.bild has measured")
@@ -80,7 +89,7 @@ def figure8(order: Order) -> Result:
         ):
             continue
         counts = cell["counts"]
-        passed = counts["drafted"] + counts["large_calls"]  # tokens that the large model runs over
+        passed = counts["drafted"] + counts["large_calls"]  # tokens in the large model's passes
         computed = 2 * (large.weights * passed + small.weights * counts["small_calls"])
         moved = large.weights * counts["large_calls"] + small.weights * counts["small_calls"]
         intensity = (computed / moved) / (flops / read)
@@ -101,7 +110,12 @@ def figure8(order: Order) -> Result:
 
 
 class _Model:
-    """weights: numbers that a decoder reads for a token: its layers' products, and the output's."""
+    """Size of a decoder.
+
+    Args:
+        weights: number of weights that the decoder reads per token: linear layers and output
+            projection.
+    """
 
     def __init__(self, weights: int) -> None:
         self.weights = weights
@@ -112,7 +126,8 @@ class _Model:
 
         config = AutoConfig.from_pretrained(folder)
         width, wide = config.d_model, config.decoder_ffn_dim
-        # Attention over the text: four products; over the source: two, as keys and values are made once.
+        # Per layer and token, self-attention has four matrix products. Cross-attention has two,
+        # since its keys and values are computed once per source.
         return cls(
             config.decoder_layers * (6 * width**2 + 2 * width * wide) + width * config.vocab_size
         )

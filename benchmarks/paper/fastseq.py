@@ -31,7 +31,13 @@ _REDUCED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Plain:
-    """A family's model with the random weights that it gives itself: values of its config, and the tiny one's."""
+    """A model of a transformers family with its own random initialisation.
+
+    Attributes:
+        family: `model_type` of the family.
+        values: arguments of its config class.
+        tiny: arguments that differ in the tiny version.
+    """
 
     family: str
     values: dict[str, Any]
@@ -44,7 +50,7 @@ class _Plain:
         import torch
         from transformers import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
-        import fastgen.unilm
+        import fastgen.unilm  # noqa: F401  (registers its family)
 
         torch.manual_seed(0)
         model: Any = AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[self.family](**self.values))
@@ -52,7 +58,7 @@ class _Plain:
 
 
 def _layers(layers: int, width: int, heads: int) -> dict[str, Any]:
-    """Sizes of ProphetNet's encoder and decoder."""
+    """Return the sizes of ProphetNet's encoder and decoder."""
     sides = {f"{side}_ffn_dim": 4 * width for side in ("encoder", "decoder")}
     for side in ("encoder", "decoder"):
         sides |= {f"num_{side}_layers": layers, f"num_{side}_attention_heads": heads}
@@ -74,8 +80,12 @@ _PROPHETNET = _Plain(
     {**_layers(1, 32, 4), "vocab_size": 61},
 )
 _UNILM = _Plain(
-    "unilm", {**_bert_layers(12, 768, 12), "initializer_range": 0.05, "vocab_size": 28_996},
-    {**_bert_layers(1, 32, 4), "vocab_size": 61, "mask_token_id": 5, "eos_token_id": 3, "decoder_start_token_id": 4},
+    "unilm",
+    {**_bert_layers(12, 768, 12), "initializer_range": 0.05, "vocab_size": 28_996},
+    {
+        **_bert_layers(1, 32, 4), "vocab_size": 61, "mask_token_id": 5, "eos_token_id": 3,
+        "decoder_start_token_id": 4,
+    },
 )  # fmt: skip
 
 
@@ -84,8 +94,8 @@ def _bart(decoder_layers: int) -> Shape:
     return replace(shape, values=shape.values | {"decoder_layers": decoder_layers})
 
 
-# Model; the paper's samples per second without and with FastSeq, and their ratio as printed; the shape; tokens of the
-# source, and of the output.
+# Model; the paper's samples per second without and with FastSeq, and their ratio as printed; the
+# shape; tokens of the source, and of the output; further arguments of `generate`.
 _MODELS: tuple[tuple[str, float, float, str, Any, int, int, dict[str, Any]], ...] = (
     ("BART 12L-12L-1024", 2.4, 18.4, "7.7x", _bart(12), 1022, 64, _BLOCKED),
     ("DistilBART 12L-6L-1024", 3.4, 18.5, "5.4x", _bart(6), 1022, 64, _BLOCKED),
@@ -101,12 +111,12 @@ _FAIRSEQ, _NO_FAIRSEQ = importlib.util.find_spec("fairseq") is not None, "fairse
 
 
 def table1(order: Order) -> Result:
-    """One batch of each model; the same batch on both sides."""
+    """Measure one batch of each model; both sides run the same batch."""
     rows: list[tuple[str, ...]] = []
     raw: dict[str, Any] = {}
     for label, before, after, printed, shape, source, new, options in _MODELS:
-        of_fairseq, paper = isinstance(shape, FairseqShape), (f"{before:g} -> {after:g}", printed)
-        if of_fairseq and not _FAIRSEQ:
+        is_fairseq, paper = isinstance(shape, FairseqShape), (f"{before:g} -> {after:g}", printed)
+        if is_fairseq and not _FAIRSEQ:
             rows.append((label, *paper, "", "", _NO_FAIRSEQ))
             continue
         if order.size == "reduced":
@@ -124,15 +134,15 @@ def table1(order: Order) -> Result:
         )
         if order.size == "tiny":
             case = case.tiny()
-        run = run_fairseq if of_fairseq else run_generate
-        found = raw[label] = run(case, order.session)
+        run = run_fairseq if is_fairseq else run_generate
+        result = raw[label] = run(case, order.session)
         ours: tuple[str, ...] = ("", "", DIFFERS)
-        if found["equal"]:
+        if result["equal"]:
             speeds = (
-                f"{case.batch / found[side]:.2f}"
+                f"{case.batch / result[side]:.2f}"
                 for side in ("baseline_seconds", "candidate_seconds")
             )
-            ours = (*speeds, times(found["ratio"], found["low"], found["high"]))
+            ours = (*speeds, times(result["ratio"], result["low"], result["high"]))
         rows.append((label, *paper, *ours))
     heads = (
         "model",
@@ -142,12 +152,16 @@ def table1(order: Order) -> Result:
         "fastgen, samples/s",
         "here",
     )
-    said = order.of("the paper's shapes, 32 sentences", "4 layers of 512 (DistilBART's decoder 2; Transformer "
-                    "as it is), 4 sentences of at most 256 tokens, 24 new ones", "tiny")  # fmt: skip
+    sizes = order.of(
+        "the paper's shapes, 32 sentences",
+        "4 layers of 512 (DistilBART's decoder 2; Transformer "
+        "as it is), 4 sentences of at most 256 tokens, 24 new ones",
+        "tiny",
+    )
     return Result(
         heads,
         rows,
-        f"4 beams, random weights, {said}",
+        f"4 beams, random weights, {sizes}",
         all(r["equal"] for r in raw.values()),
         raw=raw,
     )
@@ -165,7 +179,8 @@ def _reduced(shape: Any) -> Any:
     return replace(shape, values=values)
 
 
-# One feature more from line to line: the paper's speed, and what is left out of fastgen.
+# Each line adds one feature: label, the paper's speed, and environment variables that turn off the
+# features of later lines.
 _LADDER: tuple[tuple[str, str, dict[str, str]], ...] = (
     ("no cache", "1.8 (0.7x)", fairseq_command.STOCK),
     ("fairseq", "2.4 (1.0x)", fairseq_command.STOCK),
@@ -187,12 +202,23 @@ _NO_CACHE, _LARGER = _LADDER[0][0], _LADDER[-1][0]
 
 
 def table2(order: Order) -> Result:
-    """`fairseq-generate` of real sentences with a small trained model, from the start of the process to its end."""
+    """Measure `fairseq-generate` on real sentences with a small trained model.
+
+    Each run is a process of its own, timed from its start to its end.
+    """
     if not _FAIRSEQ:
         raise NotHere(_NO_FAIRSEQ)
     batch = order.of(32, 16, 4)
-    case = Case("", "", "", batch=batch, beams=4, new_tokens=order.of(100, 100, 8),
-                options={"--no-repeat-ngram-size": 3}, sentences=order.of(2000, 200, 12))  # fmt: skip
+    case = Case(
+        "",
+        "",
+        "",
+        batch=batch,
+        beams=4,
+        new_tokens=order.of(100, 100, 8),
+        options={"--no-repeat-ngram-size": 3},
+        sentences=order.of(2000, 200, 12),
+    )
     outputs: dict[str, list[str]] = {label: [] for label, _, _ in _LADDER}
     seconds: dict[str, list[float]] = {label: [] for label, _, _ in _LADDER}
     with tempfile.TemporaryDirectory(prefix="fastgen-paper-") as scratch:
@@ -224,22 +250,27 @@ def table2(order: Order) -> Result:
             speed = case.sentences / statistics.median(seconds[label])
             ours = (f"{speed:.1f}", times(*paired_ratio(seconds["fairseq"], seconds[label])))
         rows.append((label, paper, *ours))
-    shape = (f"3 + 3 layers of 128, trained for a minute; {case.sentences} sentences, batches of {batch} (last line "
-             f"{4 * batch}), 4 beams, n-gram 3; whole processes")  # fmt: skip
+    shape = (
+        f"3 + 3 layers of 128, trained for a minute; {case.sentences} sentences, batches of {batch}"
+        f" (last line {4 * batch}), 4 beams, n-gram 3; whole processes"
+    )
     heads = ("", "paper, samples/s", "here, samples/s", "here")
     return Result(heads, rows, shape, all(equal.values()), raw={"seconds": seconds, "equal": equal})
 
 
 def table3(order: Order) -> Result:
-    """The bans of one step: a loop in Python, transformers' own processor, and the operation."""
+    """Measure the n-gram blocking of one step.
+
+    Compares a loop in Python, transformers' own processor, and fastgen's operation.
+    """
     rig = ops.Rig(order.session.device, order.session.dtype)
-    wanted = order.of((128, 1024), (128, 1024), (16, 512))
-    found = {
+    size = order.of((128, 1024), (128, 1024), (16, 512))
+    measured = {
         row.baseline: ops.measure(row, rig, order.session.rounds or 3, 0.01, 1.0)
         for row in ops.rows()
-        if row.op == "ngram_block" and row.shape == f"{wanted[0]}x{wanted[1]}"
+        if row.op == "ngram_block" and row.shape == f"{size[0]}x{size[1]}"
     }
-    loop, processor = found["Python loop"], found["transformers"]
+    loop, processor = measured["Python loop"], measured["transformers"]
     equal = loop["equal"] and processor["equal"]
     rows: list[tuple[str, ...]] = []
     if equal:
@@ -250,9 +281,13 @@ def table3(order: Order) -> Result:
             (label, paper, f"{us / 1e3:.3f} ms", f"{loop['baseline_us'] / us:.0f}x")
             for label, paper, us in spent
         ]
-    shape = f"one step of {wanted[0]} texts of {wanted[1]} tokens, 50,264 words, n = 3"
+    shape = f"one step of {size[0]} texts of {size[1]} tokens, 50,264 words, n = 3"
     return Result(
-        ("", "paper, all of a run", "here, one step", "of the loop"), rows, shape, equal, raw=found
+        ("", "paper, all of a run", "here, one step", "of the loop"),
+        rows,
+        shape,
+        equal,
+        raw=measured,
     )
 
 

@@ -18,9 +18,9 @@ from fastgen.cli.bench.agreement import Agreement
 from fastgen.cli.bench.measure import Verdict, both
 
 _HARDWARE = "T4 16 GB"
-_BASE = SHAPES["marian_base"]  # 6 + 6 layers of 512, a vocabulary of 58,101; the paper's has 50,000
+_BASE = SHAPES["marian_base"]  # 6 + 6 layers of 512, vocabulary of 58,101 (paper: 50,000)
 
-# What an operator's own time counts as, by parts of its name: torch's on a CPU, kernels on CUDA.
+# Kinds of operators (CPU) or kernels (CUDA), recognised by parts of their names.
 _PRODUCTS = (
     "mm",
     "linear",
@@ -36,7 +36,7 @@ _CACHE = ("index_select", "cat", "index_copy", "gather", "write_slots", "index_p
 
 
 def figure4(order: Order) -> Result:
-    """The profiler's time of operators, or of kernels on CUDA, by kind."""
+    """Measure the share of time by kind of operator, or of kernel on CUDA, with the profiler."""
     case = _case(order, order.of(8, 8, 2), order.of(64, 32, 8))
     model = _model(order)
     inputs, options = case.inputs(model), case.generate_options
@@ -79,12 +79,12 @@ def _shares(call: Callable[[], Any], device: str) -> dict[str, float]:
 
 
 def figure5(order: Order) -> Result:
-    """Beam search of a Transformer-base over batch and length."""
+    """Measure beam search with a Transformer-base over batch and length."""
     return _grid(order, {}, beams=4)
 
 
 def figure6(order: Order) -> Result:
-    """Top-k and top-p sampling from the same random numbers over batch and length."""
+    """Measure top-k and top-p sampling from the same random numbers over batch and length."""
     return _grid(
         order, {"top-k 32": {"top_k": 32}, "top-p 0.75": {"top_k": 0, "top_p": 0.75}}, beams=1
     )
@@ -105,10 +105,10 @@ def _grid(order: Order, draws: dict[str, dict[str, Any]], beams: int) -> Result:
         case = replace(_case(order, batch, length), beams=beams)
         if options:
             case = replace(case, options=options | {"do_sample": True})
-        found = _compare(case, model, order)
-        raw[f"{label}/{batch}/{length}"] = found.to_dict()
-        series.setdefault(label, []).append(found.ratio if found.equal else None)
-        here = times(found.ratio, found.low, found.high) if found.equal else DIFFERS
+        outcome = _compare(case, model, order)
+        raw[f"{label}/{batch}/{length}"] = outcome.to_dict()
+        series.setdefault(label, []).append(outcome.ratio if outcome.equal else None)
+        here = times(outcome.ratio, outcome.low, outcome.high) if outcome.equal else DIFFERS
         rows.append((f"{label}, ({batch}, {length})", here))
     curve = Curve(
         [f"({batch}, {length})" for batch, length in points],
@@ -152,14 +152,17 @@ def _model(order: Order) -> Any:
 
 
 def _case(order: Order, batch: int, length: int) -> Case:
-    """As many tokens are generated as the source has."""
+    """Return a case that generates as many tokens as the source has."""
     return Case("", "", "", batch=batch, source=length, beams=4, new_tokens=length)
 
 
 def _shape(case: Case, model: Any) -> str:
     config = model.config
     sizes = f"{config.encoder_layers} + {config.decoder_layers} layers of {config.d_model}"
-    return f"{sizes}, {config.vocab_size:,} words, random weights, {case.beams} beam{'s' if case.beams > 1 else ''}"
+    return (
+        f"{sizes}, {config.vocab_size:,} words, random weights, "
+        f"{case.beams} beam{'s' if case.beams > 1 else ''}"
+    )
 
 
 _SAYS = "in the paper up to 14 times TensorFlow, up to 1.4 times FasterTransformer"

@@ -1,4 +1,7 @@
-"""`fairseq-generate` that keeps no keys and values: every step runs over the whole text again."""
+"""`fairseq-generate` without a KV cache.
+
+Every decode step runs over the whole sequence again.
+"""
 
 from fairseq.sequence_generator import EnsembleModel
 from fairseq_cli.generate import cli_main

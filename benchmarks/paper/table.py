@@ -10,16 +10,23 @@ from typing import Any
 from benchmarks.session import Session
 
 SIZES = ("paper", "reduced", "tiny")
-"""The paper's shapes; shapes for a CPU; a test of the measurement itself, whose figures mean nothing."""
+"""The paper's shapes, shapes for a CPU, and a test whose figures mean nothing."""
 
 
 class NotHere(Exception):
-    """What a table needs is not there; the message says what."""
+    """Raised if a requirement of a table is missing; the message names it."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a plot of a figure shows: for each series its values, None where there is none, over the same `x`."""
+    """The plot of a figure.
+
+    Attributes:
+        x: values of the horizontal axis, shared by all series.
+        series: values by name of the series, None where there is no value.
+        x_label: label of the horizontal axis.
+        y_label: label of the vertical axis.
+    """
 
     x: list[Any]
     series: dict[str, list[float | None]]
@@ -29,13 +36,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Result:
-    """A table as it was measured.
+    """A measured table.
 
     Attributes:
-        columns: their heads. rows: their cells, as they are to be read.
+        columns: headings.
+        rows: cells as text.
         shape: what was run, in words.
-        equal: all outputs were the same on both sides.
-        raw: every time the rows rest on.
+        equal: whether all outputs were the same on both sides.
+        curve: the plot, for figures.
+        raw: all times that the rows are based on.
     """
 
     columns: tuple[str, ...]
@@ -48,12 +57,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Order:
-    """What the command line asks for.
+    """Settings from the command line.
 
     Attributes:
+        session: device, precision and number of rounds.
         size: one of SIZES.
         pair: folders of a large and a small model, for BiLD.
-        bild: results of `benchmarks.bild` on this hardware.
+        bild: results file of `benchmarks.bild` on this hardware.
     """
 
     session: Session
@@ -62,7 +72,7 @@ class Order:
     bild: Path
 
     def of(self, paper: Any, reduced: Any, tiny: Any) -> Any:
-        """The value for the size."""
+        """Return the value for the selected size."""
         return (paper, reduced, tiny)[SIZES.index(self.size)]
 
 
@@ -71,9 +81,11 @@ class Table:
     """A table or figure of a paper.
 
     Attributes:
-        name: of its file. title: the paper and its number there. what: one sentence of what it shows.
-        hardware: on which the paper measured it.
-        measure: raises NotHere where something it needs is missing.
+        name: name of its results file.
+        title: the paper, and the number of the table or figure in it.
+        what: its content, in one sentence.
+        hardware: hardware that the paper measured on.
+        measure: runs the measurement; raises NotHere if a requirement is missing.
     """
 
     name: str
@@ -84,7 +96,7 @@ class Table:
 
 
 def times(ratio: float, low: float, high: float) -> str:
-    """A speed-up with its interval."""
+    """Return a speed-up with its interval as text."""
     return f"{ratio:.2f}x [{low:.2f}, {high:.2f}]"
 
 

@@ -1,7 +1,9 @@
-"""Write what the documentation says of the code's own records: families, patches, variables, commands, measurements.
+"""Write the tables of the documentation from the code's own records.
 
-`make tables` runs it. A page holds `<!-- table: NAME -->` and `<!-- end of table -->`; what stands between them is
-made here, from the records that the code itself reads. A test compares, so that no page says anything else than they.
+The records are the model families, patches, variables, commands and measurements. `make tables`
+runs this. A page holds `<!-- table: NAME -->` and `<!-- end of table -->`, and the text between
+them is generated. A test compares pages and records, so the documentation cannot disagree with the
+code.
 """
 
 import argparse
@@ -22,7 +24,7 @@ PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", 
 
 
 def families() -> str:
-    """The model families of transformers."""
+    """Return the table of transformers' model families."""
     rows = (
         (
             f"`{name}`",
@@ -38,15 +40,15 @@ def families() -> str:
 
 
 def patches() -> str:
-    """What is patched in the toolkits."""
+    """Return the table of patches to the toolkits."""
     records = (*transformers.PATCHES, *fairseq.PATCHES)
-    # Two lines where narrow: a module, and what is in it.
+    # A narrow column breaks between the module and the name in it.
     rows = ((f"`{p.name}`", f"{p.help}<br>`{p.target.replace(':', '` `')}`") for p in records)
     return table(("patch", "what it does, and in the place of what"), rows)
 
 
 def variables() -> str:
-    """The environment variables."""
+    """Return the table of environment variables."""
     rows = (
         (f"`{v.name}`", ", ".join(f"`{value}`" for value in v.allowed) or v.form, v.help)
         for v in VARIABLES
@@ -55,7 +57,7 @@ def variables() -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments, as `--help` lists them."""
+    """Return every command with its arguments, as `--help` lists them."""
     parts: list[str] = []
     groups: dict[str, str] = {}
     for name, module in COMMANDS.items():
@@ -69,15 +71,16 @@ def _command(name: str, parser: argparse.ArgumentParser, groups: dict[str, str])
     """Yield a command's heading, description and tables, then those of its subcommands.
 
     Args:
-        groups: the command that each table of a titled group has been shown for; extended. A later
-            command with the same group refers to it.
+        name: the command as a user types it.
+        parser: its parser.
+        groups: maps each table of a titled group to the first command that showed it; updated here.
+            A later command with the same table refers to that command.
     """
     yield f"{'#' * len(name.split())} `{name}`"
     yield (parser.description or "").strip().partition("\n\n")[0].replace("\n", " ")
     below: list[argparse._SubParsersAction[argparse.ArgumentParser]] = []
-    tables: dict[str | None, list[tuple[str, str]]] = {
-        None: []
-    }  # arguments of no group of the command's own first
+    # By title of the group; arguments outside the command's own groups come first.
+    tables: dict[str | None, list[tuple[str, str]]] = {None: []}
     for group in parser._action_groups:
         title = None if group in (parser._positionals, parser._optionals) else group.title
         for action in group._group_actions:
@@ -113,13 +116,16 @@ def _spelled(action: argparse.Action) -> str:
 
 
 def _help(action: argparse.Action) -> str:
-    """An argument's help. A default that is a path is this machine's, so that only its name is told."""
+    """Return an argument's help.
+
+    A default that is a path differs between machines, so only its name is shown.
+    """
     default = f".../{action.default.name}" if isinstance(action.default, Path) else action.default
     return (action.help or "") % {**vars(action), "default": default, "prog": "fastgen"}
 
 
 def api() -> str:
-    """What mkdocstrings is to show, in the groups of API."""
+    """Return the directives for mkdocstrings, in the sections of API."""
     blocks: list[str] = []
     for title, text, names in API:
         blocks += [f"## {title}", text, *(f"::: fastgen.{name}" for name in names)]
@@ -131,8 +137,10 @@ API = (
         "What has run, and what would run",
         "Call `status` after your calls and `explain` before one.",
         (
-            "status", "explain", "patches.engine.status.Status", "patches.engine.status.Row", "patches.engine.status.ToolkitRow",
-            "patches.transformers.introspection.explain.Explanation", "patches.transformers.introspection.explain.Linears", "decoding.plan.Plan",
+            "status", "explain", "patches.engine.status.Status", "patches.engine.status.Row",
+            "patches.engine.status.ToolkitRow",
+            "patches.transformers.introspection.explain.Explanation",
+            "patches.transformers.introspection.explain.Linears", "decoding.plan.Plan",
         ),
     ),
     (
@@ -153,13 +161,19 @@ API = (
     ("Memory", "`release` gives back what is kept between calls.", ("release",)),
     (
         "A small and a large model",
-        "`bild` is for fairseq; in transformers pass `assistant_model` to `generate` ([guide](bild.md)).",
+        (
+            "`bild` is for fairseq; in transformers pass `assistant_model` to `generate` "
+            "([guide](bild.md))."
+        ),
         ("bild",),
     ),
     (
         "Constraints",
         "Pass these to `generate` as `constraints` ([guide](restored.md)).",
-        ("constraints.Constraint", "constraints.PhrasalConstraint", "constraints.DisjunctiveConstraint"),
+        (
+            "constraints.Constraint", "constraints.PhrasalConstraint",
+            "constraints.DisjunctiveConstraint",
+        ),
     ),
     (
         "UniLM",
@@ -173,19 +187,24 @@ API = (
     ),
     (
         "Ray",
-        "`Generator` maps over Ray Data, `Server` and `app` serve with Ray Serve ([guide](cluster.md)).",
+        (
+            "`Generator` maps over Ray Data, `Server` and `app` serve with Ray Serve "
+            "([guide](cluster.md))."
+        ),
         ("ray.Generator", "ray.Server", "ray.app"),
     ),
     (
         "Warnings and errors",
         "Wrong arguments raise `ValueError` or `TypeError`; these are the rest.",
         (
-            "FastgenWarning", "patches.engine.patch.FallbackError", "patches.engine.patch.PatchError",
-            "patches.transformers.introspection.parity.ParityError", "patches.transformers.introspection.parity.ParityWarning",
+            "FastgenWarning", "patches.engine.patch.FallbackError",
+            "patches.engine.patch.PatchError",
+            "patches.transformers.introspection.parity.ParityError",
+            "patches.transformers.introspection.parity.ParityWarning",
         ),
     ),
 )  # fmt: skip
-"""The sections of the API's page: title, sentence, names below `fastgen`."""
+"""Sections of the API page: title, one sentence, names below `fastgen`."""
 
 TABLES: dict[str, Callable[[], str]] = {
     "api": api,
@@ -198,10 +217,10 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(page: str) -> str:
-    """Return a page with its tables made anew.
+    """Return a page with newly generated tables.
 
     Raises:
-        KeyError: it names a table that is not known.
+        KeyError: the page names an unknown table.
     """
     return PLACE.sub(lambda place: f"{place[1]}\n{TABLES[place[2]]()}\n\n{place[4]}", page)
 

@@ -17,7 +17,7 @@ import fastgen
 def translate(
     model: MarianMTModel, tokenizer: AutoTokenizer, lines: list[str], batch: int, beams: int
 ) -> list[str]:
-    """Translate lines in batches of about equal length; return the translations in the order of the lines."""
+    """Translate lines in batches of similar length; return the translations in line order."""
     order = sorted(range(len(lines)), key=lambda i: len(lines[i]))
     translations = [""] * len(lines)
     for start in tqdm(range(0, len(order), batch)):

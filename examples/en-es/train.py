@@ -1,11 +1,13 @@
 """Train the small English->Spanish model of this folder from two parallel text files.
 
-    python examples/en-es/train.py --train DIR/train --valid DIR/valid --out examples/en-es/model --minutes 90
+    python examples/en-es/train.py --train DIR/train --valid DIR/valid
+        --out examples/en-es/model --minutes 90
 
-`DIR/train.en` and `DIR/train.es` hold one sentence per line. A byte-level BPE vocabulary is learnt from both
-sides, a Marian-architecture model is trained with label smoothing under bfloat16 autocast on batches of about equal
-numbers of tokens, and the average of the last weights is saved in half precision. The learning rate falls to zero at
-the end of the time given, so that any budget ends in a finished model.
+`DIR/train.en` and `DIR/train.es` hold one sentence per line. One byte-level BPE vocabulary is
+learnt from both sides. A Marian model is trained with label smoothing under bfloat16 autocast, on
+batches with about equal numbers of tokens. The average of the last weights is saved in half
+precision. The learning rate falls to zero at the end of the given time, so any budget ends in a
+finished model.
 """
 
 import argparse
@@ -26,7 +28,11 @@ PAD, EOS, UNK = 0, 1, 2
 
 
 def read_pairs(prefix: str, source: str, target: str) -> tuple[list[str], list[str]]:
-    """Read two parallel files; raise ValueError when their line counts differ."""
+    """Read two parallel files.
+
+    Raises:
+        ValueError: their line counts differ.
+    """
     sides = [Path(f"{prefix}.{lang}").read_text("utf-8").splitlines() for lang in (source, target)]
     if len(sides[0]) != len(sides[1]):
         raise ValueError(
@@ -86,7 +92,7 @@ def build_model(vocab_size: int) -> MarianMTModel:
         decoder_start_token_id=PAD,
         forced_eos_token_id=None,
     )
-    # On a CPU the eager matrix products train faster than flash attention's backward pass.
+    # On a CPU, eager attention trains faster than the backward pass of flash attention.
     model = MarianMTModel._from_config(config, attn_implementation="eager")
     model.generation_config.bad_words_ids = [[PAD]]
     return model
@@ -95,7 +101,15 @@ def build_model(vocab_size: int) -> MarianMTModel:
 def token_batches(
     pairs: list[tuple[list[int], list[int]]], tokens: int, rng: random.Random
 ) -> list[list[int]]:
-    """Group pairs of about equal length into batches of at most `tokens` padded tokens a side, in random order."""
+    """Group pairs of similar length into batches, in random order.
+
+    Args:
+        pairs: token ids of source and target.
+        tokens: the most padded tokens per side of a batch.
+        rng: random number generator.
+    Returns:
+        Indices of the pairs in each batch.
+    """
     order = sorted(
         range(len(pairs)), key=lambda i: (max(map(len, pairs[i])) + rng.random() * 4, rng.random())
     )
@@ -113,7 +127,7 @@ def token_batches(
 
 
 def collate(pairs: list[tuple[list[int], list[int]]]) -> dict[str, torch.Tensor]:
-    pad = lambda rows, fill: torch.nn.utils.rnn.pad_sequence(
+    pad = lambda rows, fill: torch.nn.utils.rnn.pad_sequence(  # noqa: E731
         [torch.tensor(row) for row in rows], batch_first=True, padding_value=fill
     )
     sources, targets = pad([p[0] for p in pairs], PAD), pad([p[1] for p in pairs], PAD)
@@ -131,9 +145,9 @@ def loss_of(model: MarianMTModel, batch: dict[str, torch.Tensor], smoothing: flo
     labels = batch["labels"].to(device)
     inputs = {k: v.to(device) for k, v in batch.items() if k != "labels"}
     hidden = model.model(**inputs, use_cache=False).last_hidden_state
-    wanted = labels != PAD  # the output projection only where a token is scored
-    logits = model.lm_head(hidden[wanted]).float()
-    return F.cross_entropy(logits, labels[wanted], label_smoothing=smoothing)
+    scored = labels != PAD  # project to the vocabulary only where a token is scored
+    logits = model.lm_head(hidden[scored]).float()
+    return F.cross_entropy(logits, labels[scored], label_smoothing=smoothing)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -142,7 +156,9 @@ def train(args: argparse.Namespace) -> None:
     train_text = read_pairs(args.train, args.source, args.target)
     valid_text = read_pairs(args.valid, args.source, args.target)
     tokenizer = learn_vocabulary(train_text[0] + train_text[1], args.vocab)
-    encode = lambda text: list(zip(*(tokenizer(side)["input_ids"] for side in text), strict=True))
+    encode = lambda text: list(  # noqa: E731
+        zip(*(tokenizer(side)["input_ids"] for side in text), strict=True)
+    )
     pairs = [p for p in encode(train_text) if max(map(len, p)) <= args.max_length]
     valid = [p for p in encode(valid_text) if max(map(len, p)) <= args.max_length][:400]
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -156,12 +172,13 @@ def train(args: argparse.Namespace) -> None:
     autocast = torch.autocast(device, torch.bfloat16)
     tokens = sum(len(target) for _, target in pairs)
     print(
-        f"{len(pairs)} pairs, {tokens} target tokens, {model.num_parameters()} parameters, {device}",
+        f"{len(pairs)} pairs, {tokens} target tokens, {model.num_parameters()} parameters, "
+        f"{device}",
         flush=True,
     )
 
     begin, updates, epoch, running = time.monotonic(), 0, 0, []
-    progress = lambda: (time.monotonic() - begin) / (60 * args.minutes)
+    progress = lambda: (time.monotonic() - begin) / (60 * args.minutes)  # noqa: E731
     while progress() < 1:
         epoch += 1
         for batch in tqdm(
@@ -208,7 +225,7 @@ def train(args: argparse.Namespace) -> None:
             flush=True,
         )
         running = []
-        # Kept after every epoch, so that an interrupted run leaves a model behind.
+        # Save after every epoch, so that an interrupted run leaves a model.
         final = copy.deepcopy(average.module if progress() > 0.6 else model)
         final.set_attn_implementation("sdpa")
         final.half().save_pretrained(args.out)

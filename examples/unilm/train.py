@@ -1,10 +1,13 @@
-"""Fine-tune a UniLM on pairs of texts, and let it write: from a BERT of yours, or a small one from nothing.
+"""Fine-tune a UniLM on pairs of texts, and generate with it.
 
-    python examples/unilm/train.py --train DIR/train --valid DIR/valid --minutes 10 --out FOLDER [--bert FOLDER]
+    python examples/unilm/train.py --train DIR/train --valid DIR/valid --minutes 10
+        --out FOLDER [--bert FOLDER]
 
-`DIR/train.source` and `DIR/train.target` hold one text per line. Without `--bert` a WordPiece vocabulary is learnt from
-both, and a model of 3 layers begins with random weights. The learning rate falls to zero at the end of the time given.
-ROUGE is that of the model's texts (4 beams) and, to compare with, of the words that targets have most often.
+`DIR/train.source` and `DIR/train.target` hold one text per line. With `--bert` training starts from
+your BERT. Otherwise a WordPiece vocabulary is learnt from both files, and a model of 3 layers
+starts from random weights. The learning rate falls to zero at the end of the given time. ROUGE is
+reported for the model's texts (4 beams) and, for comparison, for the most frequent words of the
+targets.
 """
 
 import argparse
@@ -28,7 +31,11 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def read_pairs(prefix: str) -> list[tuple[str, str]]:
-    """Read two parallel files; raise ValueError when their line counts differ."""
+    """Read two parallel files.
+
+    Raises:
+        ValueError: their line counts differ.
+    """
     source, target = (
         Path(f"{prefix}.{side}").read_text("utf-8").splitlines() for side in ("source", "target")
     )
@@ -42,17 +49,18 @@ def learn_vocabulary(pairs: list[tuple[str, str]], size: int) -> PreTrainedToken
         [text for pair in pairs for text in pair], vocab_size=size, show_progress=False
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=learnt._tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
-        mask_token="[MASK]", model_input_names=["input_ids", "attention_mask"],
+        tokenizer_object=learnt._tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        sep_token="[SEP]", mask_token="[MASK]", model_input_names=["input_ids", "attention_mask"],
     )  # fmt: skip
 
 
 def small_model(tokenizer: Any) -> UniLMForConditionalGeneration:
-    """A model with random weights for a vocabulary."""
+    """Return a model with random weights for a vocabulary."""
     config = UniLMConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
-        max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.sep_token_id,
-        decoder_start_token_id=tokenizer.cls_token_id, mask_token_id=tokenizer.mask_token_id,
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.sep_token_id, decoder_start_token_id=tokenizer.cls_token_id,
+        mask_token_id=tokenizer.mask_token_id,
     )  # fmt: skip
     return UniLMForConditionalGeneration(config)
 
@@ -71,7 +79,7 @@ def encode(tokenizer: Any, pairs: list[tuple[str, str]]) -> list[dict[str, list[
 
 
 def loss_of(model: Any, collate: Any, examples: list[Any]) -> float:
-    """The mean loss of a target's token."""
+    """Return the mean loss per target token."""
     model.eval()
     total, tokens = 0.0, 0
     with torch.no_grad():
@@ -83,15 +91,23 @@ def loss_of(model: Any, collate: Any, examples: list[Any]) -> float:
 
 
 def train(model: Any, collate: Any, examples: list[Any], minutes: float, rate: float) -> int:
-    """Train for so long; return how many steps there were."""
+    """Train for a given time; return the number of optimizer steps.
+
+    Args:
+        model: a UniLM.
+        collate: makes a batch of examples.
+        examples: training examples.
+        minutes: duration.
+        rate: highest learning rate.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     start, steps, order = time.monotonic(), 0, list[Any]()
     model.train()
-    while (gone := (time.monotonic() - start) / (60 * minutes)) < 1:
+    while (elapsed := (time.monotonic() - start) / (60 * minutes)) < 1:
         if not order:
             order = random.sample(examples, len(examples))
         batch, order = order[:BATCH], order[BATCH:]
-        optimizer.param_groups[0]["lr"] = rate * min(1.0, (steps + 1) / 50) * (1 - gone)
+        optimizer.param_groups[0]["lr"] = rate * min(1.0, (steps + 1) / 50) * (1 - elapsed)
         loss = model(**collate(batch)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -99,12 +115,14 @@ def train(model: Any, collate: Any, examples: list[Any], minutes: float, rate: f
         optimizer.zero_grad()
         steps += 1
         if steps % 50 == 0:
-            print(f"{60 * minutes * gone:6.0f} s  step {steps}  loss {loss.item():.3f}", flush=True)
+            print(
+                f"{60 * minutes * elapsed:6.0f} s  step {steps}  loss {loss.item():.3f}", flush=True
+            )
     return steps
 
 
 def write(model: Any, tokenizer: Any, collate: Any, examples: list[Any]) -> list[str]:
-    """Return what the model writes for sources."""
+    """Return the model's texts for the sources of the examples."""
     texts: list[str] = []
     for first in range(0, len(examples), BATCH):
         batch = collate(
@@ -119,11 +137,12 @@ def write(model: Any, tokenizer: Any, collate: Any, examples: list[Any]) -> list
 
 def rouge(texts: list[str], references: list[str]) -> str:
     scorer = RougeScorer(ROUGE)
-    found = [
+    results = [
         scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)
     ]
     return ", ".join(
-        f"{name} {100 * sum(f[name].fmeasure for f in found) / len(found):.2f}" for name in ROUGE
+        f"{name} {100 * sum(f[name].fmeasure for f in results) / len(results):.2f}"
+        for name in ROUGE
     )
 
 
@@ -161,7 +180,8 @@ def main() -> None:
     steps = train(model, collate, examples, args.minutes, args.rate)
     model.config.label_smoothing = 0.0
     print(
-        f"{steps} steps; loss of the valid targets {before:.3f} before, {loss_of(model, collate, held_out):.3f} after"
+        f"{steps} steps; loss of the valid targets {before:.3f} before, "
+        f"{loss_of(model, collate, held_out):.3f} after"
     )
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
@@ -169,13 +189,14 @@ def main() -> None:
     held_out, references = held_out[: args.texts], [target for _, target in valid[: args.texts]]
     start = time.perf_counter()
     texts = write(model, tokenizer, collate, held_out)
-    ours = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     with fastgen.disabled():
         start = time.perf_counter()
         stock = write(model, tokenizer, collate, held_out)
-        theirs = time.perf_counter() - start
+        stock_seconds = time.perf_counter() - start
     print(
-        f"{len(texts)} texts in {ours:.1f} s, without fastgen {theirs:.1f} s; same texts: {texts == stock}"
+        f"{len(texts)} texts in {seconds:.1f} s, without fastgen {stock_seconds:.1f} s; "
+        f"same texts: {texts == stock}"
     )
     common = Counter(word for _, target in pairs for word in target.lower().split())
     constant = " ".join(word for word, _ in common.most_common(20))

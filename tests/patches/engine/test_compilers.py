@@ -1,4 +1,7 @@
-"""torch.compile, torch.export and TorchScript, on and around generate: as without fastgen, graph by graph."""
+"""Check torch.compile, torch.export and TorchScript on and around `generate`.
+
+Outputs, graphs and graph breaks equal those of the same code without fastgen.
+"""
 
 import copy
 from collections.abc import Callable, Generator, Iterator
@@ -27,7 +30,7 @@ def _anew() -> Iterator[None]:
 
 @contextmanager
 def _stock() -> Generator[None]:
-    """Within it no wrapper is in place; `disabled()` would leave the wrappers, which compilers may see."""
+    """Remove all wrappers for a block; `disabled()` would keep them, visible to compilers."""
     fastgen.disable()
     try:
         yield
@@ -40,7 +43,7 @@ def _compiled(function: Any, fullgraph: bool = False) -> Any:
 
 
 def _observed(call: Callable[[], Any]) -> tuple[Any, ...]:
-    """What a call returns, and what Dynamo makes of it: frames, graphs, and where graphs break."""
+    """Return the result of a call and Dynamo's counts of frames, graphs and graph breaks."""
     torch._dynamo.reset()
     counters.clear()
     with torch.no_grad():
@@ -49,7 +52,7 @@ def _observed(call: Callable[[], Any]) -> tuple[Any, ...]:
 
 
 def _check(call: Callable[[], Any]) -> dict[str, dict[str, int]]:
-    """Compare a call with the same one without fastgen; return what Dynamo counts."""
+    """Compare a call with the same call without fastgen; return Dynamo's counts."""
     with _stock():
         wanted, dynamo = _observed(call)
     found, ours = _observed(call)
@@ -64,7 +67,7 @@ def _reasons(loop: str) -> dict[str, int]:
 
 def _model(family: str = "llama") -> tuple[Any, dict[str, Tensor]]:
     model = zoo.build(family, torch.float32)
-    if family == "llama":  # of one layer, as Dynamo takes its time with each
+    if family == "llama":  # one layer is enough, since Dynamo takes long for each
         del model.model.layers[1:]
         model.config.num_hidden_layers = 1
     return model, zoo.batch(model, 2, 7)
@@ -105,7 +108,7 @@ def test_a_model_that_is_compiled_in_whatever_way_runs_on_its_own_code(
     compile_: Callable[[Any], None], reason: str
 ) -> None:
     model, inputs = _model()
-    model.generate(**inputs, **BEAMS)  # of which nothing may be left
+    model.generate(**inputs, **BEAMS)  # nothing of this call may affect the compiled one
     with torch.no_grad():
         compile_(model)
     fastgen.status(reset=True)
@@ -162,7 +165,7 @@ def test_generate_within_a_function_that_is_compiled() -> None:
     with fastgen.disabled():
         wanted = model.generate(**inputs, **BEAMS)
     assert torch.equal(model.generate(**inputs, **BEAMS), wanted)
-    assert fastgen.status()["transformers.beam_search"].hits == 1  # with fastgen again
+    assert fastgen.status()["transformers.beam_search"].hits == 1  # fastgen serves the call again
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,7 @@ def test_a_trace_of_an_encoder_records_transformers_own_code() -> None:
         zoo.encoder("Bert", "ForSequenceClassification", torch.float32),
         _model()[1]["input_ids"],
     )
-    trace = lambda: cast(Any, torch.jit.trace(bert, (ids,), strict=False))
+    trace = lambda: cast(Any, torch.jit.trace(bert, (ids,), strict=False))  # noqa: E731
     with _stock():
         wanted = trace()
     found = trace()
@@ -256,11 +259,11 @@ def test_a_trace_of_an_encoder_records_transformers_own_code() -> None:
 
 
 def _kinds(traced: Any) -> list[str]:
-    """The operations of a trace."""
+    """Return the kinds of operation in a trace."""
     return [node.kind() for node in traced.inlined_graph.nodes()]
 
 
-# ---- fairseq ----
+# fairseq
 
 fairseq_zoo: Any = pytest.importorskip(
     "tests.support.fairseq_zoo", reason="fairseq", exc_type=ImportError
@@ -308,7 +311,7 @@ def test_a_trace_of_fairseqs_attention() -> None:
     from fairseq.modules.multihead_attention import MultiheadAttention
 
     module, x = MultiheadAttention(8, 2).eval(), torch.randn(3, 2, 8)
-    trace = lambda: cast(Any, torch.jit.trace(_Attention(module), (x,)))
+    trace = lambda: cast(Any, torch.jit.trace(_Attention(module), (x,)))  # noqa: E731
     with _stock():
         wanted = trace()
     found, other = trace(), torch.randn(3, 2, 8)

@@ -1,4 +1,8 @@
-"""The patch engine: in any order of imports, twice, undone, patched over by others, in threads, on other versions."""
+"""Tests of the patch engine.
+
+Cover import orders, repeated and undone patches, patches by other libraries, threads, and
+unsupported versions.
+"""
 
 import itertools
 import json
@@ -63,7 +67,7 @@ def test_pending_until_imported_and_imports_nothing(sandbox: Sandbox) -> None:
         assert "ours" not in sys.modules, "a replacement is imported by the first call, not by the toolkit's import"
         patched()
         assert fastgen.status().toolkits[0].found == "1.5"
-        """
+        """  # noqa: E501
     )
 
 
@@ -97,7 +101,7 @@ GEN = Path("toolkit/gen.py")
 @pytest.mark.parametrize("where", ["before", "between", "after"])
 @pytest.mark.parametrize("version_comes", ["first", "last"])
 def test_half_imported(sandbox: Sandbox, where: str, version_comes: str) -> None:
-    """fastgen is imported by the toolkit itself, which is then half imported and which no hook can have seen."""
+    """The toolkit imports fastgen while the toolkit itself is half imported, before any hook."""
     text = (sandbox.folder / GEN).read_text()
     at = {"before": 0, "between": text.index("class Child"), "after": len(text)}[where]
     sandbox.write(str(GEN), text[:at] + "import plugin\n" + text[at:])
@@ -115,12 +119,15 @@ def test_half_imported(sandbox: Sandbox, where: str, version_comes: str) -> None
         fastgen.enable()
         patched()
         assert type(toolkit.__spec__).__name__ == type(toolkit.gen.__spec__).__name__ == "ModuleSpec"
-        """
+        """  # noqa: E501
     )
 
 
 def test_an_import_that_failed_before_is_tried_again(sandbox: Sandbox) -> None:
-    """What it has left, a submodule without its package, is no arrival, and would be found in place of a new one."""
+    """A failed import leaves a submodule without its package.
+
+    The engine must not take that submodule for an imported toolkit.
+    """
     sandbox.write(
         "toolkit/__init__.py", '__version__ = "1.5"\nfrom toolkit import gen\nimport needed'
     )
@@ -216,7 +223,7 @@ def test_imported_by_one_thread_while_another_imports_fastgen(sandbox: Sandbox) 
 
 
 def test_module_that_replaces_itself(sandbox: Sandbox) -> None:
-    """As transformers' lazy modules do."""
+    """Like the lazy modules of transformers."""
     sandbox.write(
         "toolkit/__init__.py",
         """
@@ -235,7 +242,7 @@ def test_module_that_replaces_itself(sandbox: Sandbox) -> None:
     sandbox.run("import toolkit.gen, fastgen; patched()")
 
 
-# What is left as it was
+# Unchanged attributes
 
 
 def test_signatures_names_docs_and_kinds_are_unchanged(sandbox: Sandbox) -> None:
@@ -257,7 +264,7 @@ def test_signatures_names_docs_and_kinds_are_unchanged(sandbox: Sandbox) -> None
         patched()
         assert list(facts()) == before
         assert str(inspect.signature(gen.Model.step)) == "(self, x, *, scale=1)"
-        """
+        """  # noqa: E501
     )
 
 
@@ -278,7 +285,7 @@ def test_pickle_copy_and_deepcopy_of_instances_and_functions(sandbox: Sandbox) -
         fastgen.disable()
         clone, greet, build = pickle.loads(kept)
         assert clone.step(1) == ("step", 3, 1) and greet is gen.greet and build(2) == ("Model", 2)
-        """
+        """  # noqa: E501
     )
 
 
@@ -295,7 +302,7 @@ def test_originals_are_really_restored(sandbox: Sandbox) -> None:
             assert all(a == b for a, b in zip(before, after))
             assert all(before[1][name] is after[1][name] for name in before[1] if name != "__dict__")
             fastgen.enable()
-        """
+        """  # noqa: E501
     )
 
 
@@ -313,7 +320,7 @@ def test_subclasses_and_inherited_targets(sandbox: Sandbox) -> None:
         assert gen.Model(1).step(1) == ("step", 1, 1) and gen.Child(1).step(1) == ("child", ("step", 1, 1))
         fastgen.disable()
         assert gen.Heir(1).step(1) == ("step", 1, 1) and not {"step", "build"} & set(vars(gen.Heir))
-        """
+        """  # noqa: E501
     )
     sandbox.write("declaration.py", text)
     sandbox.run(
@@ -334,7 +341,7 @@ def test_keyword_arguments_of_any_name_get_through(sandbox: Sandbox) -> None:
         from fastgen.patches.engine.engine import Patch, Toolkit
         TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5")
         PATCHES = (Patch("toolkit.add", TOOLKIT, "toolkit.gen:take", "ours:add", ("first",), "a test"),)
-        """,
+        """,  # noqa: E501
     )
     sandbox.run(
         """
@@ -342,7 +349,7 @@ def test_keyword_arguments_of_any_name_get_through(sandbox: Sandbox) -> None:
         from toolkit.gen import take
         rest = {name: 0 for name in ("entry", "original", "self", "args", "kwargs", "name", "replacement")}
         assert take(1, **rest) == ["ours", (1, rest)]
-        """
+        """  # noqa: E501
     )
 
 
@@ -356,7 +363,7 @@ def test_a_patch_that_mends_stays_where_the_toolkits_own_code_runs(sandbox: Sand
             Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", mends=True),
             Patch("toolkit.greet", TOOLKIT, "toolkit.gen:greet", "ours:greet", ("name",), "a test"),
         )
-        """,
+        """,  # noqa: E501
     )
     sandbox.run(
         """
@@ -374,7 +381,10 @@ def test_a_patch_that_mends_stays_where_the_toolkits_own_code_runs(sandbox: Sand
 
 
 def test_a_patch_can_wait_for_another_module_than_its_targets(sandbox: Sandbox) -> None:
-    """One of the toolkit's own that comes before the target is needed, while the toolkit itself is half imported."""
+    """A patch is applied when another module of the toolkit is imported.
+
+    The target is called while the toolkit itself is still half imported.
+    """
     sandbox.write("toolkit/early.py", "")
     sandbox.write("toolkit/late.py", "import elsewhere\nfound = elsewhere.take(1)")
     sandbox.write(
@@ -390,7 +400,7 @@ def test_a_patch_can_wait_for_another_module_than_its_targets(sandbox: Sandbox) 
         PATCHES = (
             Patch("toolkit.add", TOOLKIT, "elsewhere:take", "ours:add", ("first",), "a test", when="toolkit.early"),
         )
-        """,
+        """,  # noqa: E501
     )
     sandbox.run(
         """
@@ -468,7 +478,7 @@ def test_disabled_is_for_this_context_only(sandbox: Sandbox) -> None:
             patched()
         assert states() == {"applied": 5}
         assert fastgen.status()["toolkit.step"].hits == 5 and not fastgen.status()["toolkit.step"].fallbacks
-        """
+        """  # noqa: E501
     )
 
 
@@ -516,7 +526,7 @@ def test_what_is_left_off_is_counted_and_what_other_processes_count(sandbox: San
         assert (greet.hits, greet.left_off) == (4, {"a mapping's names": 2, "a list's": 2}), greet
         assert (step.hits, step.left_off, step.fallbacks) == (0, {"too small": 2}, {"too large": 2}), step
         assert fastgen.status().operations == {"kbest": {"reference": 6}}
-        """
+        """  # noqa: E501
     )
 
 
@@ -679,7 +689,7 @@ def test_callbacks_release_caches(sandbox: Sandbox) -> None:
     )
 
 
-# Others who patch the same
+# Patches by other libraries
 
 
 OTHER = """
@@ -721,7 +731,7 @@ def test_patched_over_after_us(sandbox: Sandbox, named: bool, after: object) -> 
             assert states() == {{"applied": 5}}
             assert Model.build(2) == ("other", ["ours", ("Model", 2)])
             assert model.step(2) == {after!r}, "once, wherever our layer lies"
-        """
+        """  # noqa: E501
     )
 
 
@@ -768,7 +778,7 @@ def test_patched_over_after_us_and_undone_by_them(sandbox: Sandbox, they_undo_wh
         patched()
         fastgen.disable()
         assert Model.step is original
-        """
+        """  # noqa: E501
     )
 
 
@@ -806,12 +816,12 @@ def test_patched_by_others_before_us(sandbox: Sandbox, fastgen_is_imported: str)
         assert Model(1).step(2) == ["ours", ("other", ("step", 1, 2))] and states() == {{"applied": 5}}
         fastgen.disable()
         assert Model.step is other.step and Model(1).step(2) == ("other", ("step", 1, 2))
-        """
+        """  # noqa: E501
     )
 
 
 def test_hidden_signature_is_declined(sandbox: Sandbox) -> None:
-    """Somebody else's wrapper that does not say what it wraps: the guard cannot know what it would patch."""
+    """The guard declines to patch a wrapper that hides the signature of what it wraps."""
     sandbox.write("other.py", OTHER + "\n    gen.Model.step = lambda *args, **kwargs: None\n")
     sandbox.run(
         """
@@ -819,7 +829,7 @@ def test_hidden_signature_is_declined(sandbox: Sandbox) -> None:
         row = fastgen.status()["toolkit.step"]
         assert row.state == "failed" and "(self, x, ...) expected, (args, kwargs) found" in row.reason, row
         assert states() == {"applied": 4, "failed": 1}
-        """
+        """  # noqa: E501
     )
 
 
@@ -845,7 +855,7 @@ def test_versions(sandbox: Sandbox, version: str, state: str, reason: str) -> No
         assert {{row.reason for row in fastgen.status().rows}} == {{{reason!r}}}, str(fastgen.status())
         patched() if {state!r} == "applied" else plain()
         assert fastgen.status().toolkits[0].found == {version!r}
-        """
+        """  # noqa: E501
     )
 
 
@@ -856,7 +866,7 @@ def test_no_version(sandbox: Sandbox) -> None:
         import fastgen, toolkit.gen
         assert states() == {"failed": 5} and "toolkit has no __version__" in fastgen.status().rows[0].reason
         plain()
-        """
+        """  # noqa: E501
     )
 
 
@@ -905,7 +915,7 @@ def test_class_as_target_is_declined(sandbox: Sandbox) -> None:
         """
         import fastgen, toolkit.gen
         assert "a function was expected there, not <class" in fastgen.status()["toolkit.step"].reason
-        """
+        """  # noqa: E501
     )
 
 
@@ -967,7 +977,8 @@ def test_bad_declarations(sandbox: Sandbox, call: str, message: str) -> None:
 
 def test_declared_twice_is_declared_once(sandbox: Sandbox) -> None:
     sandbox.run(
-        "from fastgen.patches.engine import engine; import declaration; engine.declare(*declaration.PATCHES); patched()"
+        "from fastgen.patches.engine import engine; import declaration; "
+        "engine.declare(*declaration.PATCHES); patched()"
     )
 
 
@@ -976,14 +987,19 @@ def test_declared_twice_is_declared_once(sandbox: Sandbox) -> None:
 
 @pytest.fixture
 def newer(sandbox: Sandbox) -> Sandbox:
-    """A toolkit newer than tested, and a canary that writes a line each time it is asked."""
+    """Return a toolkit newer than tested, with a canary that logs a line per run."""
     sandbox.version("1.6")
     canary(sandbox, "None")
     return sandbox
 
 
 def canary(sandbox: Sandbox, finds: str, names: str = "NAMES") -> None:
-    """Write a canary of whose parts some find something, by an expression, and the others nothing."""
+    """Write a canary.
+
+    Args:
+        finds: Source of the expression that the parts in `names` return.
+        names: Source of the names of these parts; all other parts return None.
+    """
     sandbox.write(
         "canary.py",
         f"""
@@ -1000,7 +1016,7 @@ def canary(sandbox: Sandbox, finds: str, names: str = "NAMES") -> None:
         def parts():
             open("asked.txt", "a").write("x")
             return {{name: part if name in {names} else lambda: None for name in NAMES}}
-        """,
+        """,  # noqa: E501
     )
 
 
@@ -1047,7 +1063,7 @@ DECLINED = """
     print(row.reason)
     fastgen.disable()
     plain()
-"""
+"""  # noqa: E501
 
 
 def test_canary_says_different(newer: Sandbox) -> None:
@@ -1058,7 +1074,7 @@ def test_canary_says_different(newer: Sandbox) -> None:
 
 
 def test_canary_judges_part_by_part(newer: Sandbox) -> None:
-    """What agrees stays, what differs steps aside, and both are said."""
+    """Parts that agree stay accelerated; parts that differ are skipped. Status reports both."""
     canary(newer, "'token 3'", "('step', 'add')")
     code = """
         import fastgen
@@ -1069,7 +1085,7 @@ def test_canary_judges_part_by_part(newer: Sandbox) -> None:
         assert status["toolkit.step"].state == "skipped" and status["toolkit.greet"].state == "applied"
         print(status.toolkits[0].canary)
         print(status)
-    """
+    """  # noqa: E501
     for _ in range(2):
         first, *lines = newer.run(code).splitlines()
         assert first.startswith("2 of 5 parts differ: token 3; 3 agree (kept in ")
@@ -1088,7 +1104,7 @@ def test_a_patch_of_no_part_runs_while_any_part_agrees(newer: Sandbox) -> None:
 
 
 def test_a_patch_of_several_parts(newer: Sandbox) -> None:
-    """It runs while one of them agrees, and asks for each by itself."""
+    """It runs while one of its parts agrees, and checks each part separately."""
     text = (newer.folder / "declaration.py").read_text()
     newer.write(
         "declaration.py",
@@ -1158,7 +1174,8 @@ def test_canary_asked_by_many_threads_runs_once(newer: Sandbox) -> None:
         [t.start() for t in threads]; [t.join() for t in threads]
         assert seen == [PATCHED] * 8, seen
         """,
-        FASTGEN_CACHE_DIR="/dev/null/no-folder",  # so that no thread is answered by the file that another wrote
+        # no thread may read a result that another thread cached
+        FASTGEN_CACHE_DIR="/dev/null/no-folder",
     )
     assert asked(newer) == 1
 
@@ -1308,7 +1325,7 @@ def test_counts_are_set_to_zero(sandbox: Sandbox) -> None:
         assert states() == {"applied": 5}, "what is patched stays so"
         patched()
         assert fastgen.status()["toolkit.step"].hits == 1
-        """
+        """  # noqa: E501
     )
 
 
@@ -1324,7 +1341,7 @@ def test_counts_of_another_process_are_added(sandbox: Sandbox) -> None:
         assert found["toolkit.step"].hits == 2 and found["toolkit.step"].fallbacks == {"one beam": 2}
         (group,) = found.calls
         assert (group.model, group.method, group.not_accelerated, group.reasons[0].calls) == ("Model", "step", 2, 2)
-        """
+        """  # noqa: E501
     )
 
 
@@ -1337,7 +1354,7 @@ def test_a_report_at_the_end(sandbox: Sandbox) -> None:
     assert "toolkit 1.5 (1.5 is the newest tested): 5 patches run" in done.stderr
 
 
-# What does nothing is heard of
+# Warnings about inactive patches
 
 
 LOUD = """
@@ -1365,7 +1382,7 @@ LOUD = """
 
 @pytest.fixture
 def loud(sandbox: Sandbox) -> Sandbox:
-    """A toolkit of which users would miss one patch."""
+    """Return a toolkit with a patch whose absence is worth a warning (`covers`)."""
     text = (sandbox.folder / "declaration.py").read_text()
     sandbox.write("declaration.py", text.replace('"self", "x")', '"self", "x", covers="stepping")'))
     return sandbox
@@ -1374,7 +1391,10 @@ def loud(sandbox: Sandbox) -> Sandbox:
 def test_an_unsupported_version_is_said_once(loud: Sandbox) -> None:
     loud.version("1.1")
     said = loud.run(LOUD)
-    expected = "fastgen accelerates nothing of toolkit: toolkit 1.1 found; >=1.2 is supported; get toolkit. To silence"
+    expected = (
+        "fastgen accelerates nothing of toolkit: toolkit 1.1 found; >=1.2 is supported; "
+        "get toolkit. To silence"
+    )
     assert said.startswith(expected)
 
 
@@ -1386,24 +1406,25 @@ def test_a_failed_patch_is_said_once(loud: Sandbox) -> None:
     )
     said = loud.run(LOUD.replace("plain()", "results()"))
     assert said.startswith(
-        "fastgen does not accelerate stepping of toolkit 1.5: toolkit.step failed, TypeError: parameters"
+        "fastgen does not accelerate stepping of toolkit 1.5: "
+        "toolkit.step failed, TypeError: parameters"
     )
     assert ">=1.2 is supported and 1.5 the newest tested; see `fastgen doctor`." in said
 
 
 def test_a_target_that_is_gone_is_said_at_once(loud: Sandbox) -> None:
-    """There is nothing left whose call could say so."""
+    """The warning comes at import, since no call of the target can emit it."""
     text = (loud.folder / "toolkit" / "gen.py").read_text()
     loud.write("toolkit/gen.py", text.replace("def step(", "def walk("))
     done = loud.process("import fastgen, toolkit.gen")
     assert (
-        "FastgenWarning: fastgen does not accelerate stepping of toolkit 1.5: toolkit.step failed, LookupError"
-        in done.stderr
+        "FastgenWarning: fastgen does not accelerate stepping of toolkit 1.5: "
+        "toolkit.step failed, LookupError" in done.stderr
     )
 
 
 def test_a_warning_of_a_gone_target_may_be_an_exception(loud: Sandbox) -> None:
-    """It is raised when everything else is in place, and with no lock held."""
+    """The exception is raised after all other patches are applied, with no lock held."""
     text = (loud.folder / "toolkit" / "gen.py").read_text()
     loud.write("toolkit/gen.py", text.replace("def step(", "def walk("))
     loud.run(
@@ -1428,7 +1449,7 @@ def test_a_warning_of_a_gone_target_may_be_an_exception(loud: Sandbox) -> None:
         assert free == [True]
         states = {row.name: row.state for row in fastgen.status().rows}
         assert states.pop("toolkit.step") == "failed" and set(states.values()) == {"applied"}, states
-        """
+        """  # noqa: E501
     )
 
 
@@ -1451,7 +1472,7 @@ def test_what_a_user_has_asked_for_is_not_warned_of(loud: Sandbox) -> None:
 
 
 def test_torch_compile_follows_patched_functions(sandbox: Sandbox) -> None:
-    """It cannot trace context variables: code under compilation runs the original."""
+    """Code under compilation runs the original, since Dynamo cannot trace context variables."""
     sandbox.run(
         """
         import torch, fastgen

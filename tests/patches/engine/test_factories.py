@@ -1,7 +1,7 @@
-"""Tensors that fastgen makes state their dtype and device.
+"""Check that all tensor factories in fastgen state their dtype and device.
 
-Where they do not, `torch.set_default_dtype` and `torch.set_default_device` of the calling process
-decide, and C, which reads memory as fp32 or int64, reads something else.
+Otherwise `torch.set_default_dtype` and `torch.set_default_device` of the calling process decide,
+and C code, which reads the memory as fp32 or int64, reads garbage.
 """
 
 import ast
@@ -12,24 +12,26 @@ import pytest
 import torch
 
 import fastgen
-from tests.models.test_in_c import _wide
-from tests.ops.test_native import variant
+from tests.models.test_in_c import _wide  # noqa: F401  a fixture for all
+from tests.ops.test_native import variant  # noqa: F401  a fixture
 from tests.support import zoo
 
 ROOT = Path(__file__).parents[3]
 
 DTYPE_AND_DEVICE = {
-    "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint", "randn",
-    "randperm", "range", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+    "arange", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+    "randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "tril_indices",
+    "triu_indices", "zeros",
 }  # fmt: skip
+# These keep the dtype of their argument, but the device of tensor arguments only.
 DEVICE = {
     "as_tensor",
     "asarray",
-}  # which keep the dtype of what they are given, and the device of tensors alone
+}
 
 
 def unstated(source: str) -> Iterator[str]:
-    """Yield the calls in Python source of torch's factories that leave the dtype or the device to defaults."""
+    """Yield calls of torch factories in Python source that leave dtype or device to defaults."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
@@ -42,7 +44,9 @@ def unstated(source: str) -> Iterator[str]:
                 )
                 given = {keyword.arg for keyword in node.keywords}
                 if None not in given and (missing := sorted(wanted - given)):
-                    yield f"{node.lineno}: {ast.unparse(node)} does not state {' and '.join(missing)}"
+                    yield (
+                        f"{node.lineno}: {ast.unparse(node)} does not state {' and '.join(missing)}"
+                    )
             case _:
                 pass
 
@@ -84,8 +88,8 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
-def test_another_default_dtype(variant: str, family: str, options: dict[str, object]) -> None:
-    """The model is made in fp32; what a call makes beside it is of the dtype that it needs."""
+def test_another_default_dtype(variant: str, family: str, options: dict[str, object]) -> None:  # noqa: F811
+    """The model is fp32; the tensors that a call creates have the dtypes that it needs."""
     model = zoo.build(family, torch.float32)
     call = zoo.batch(model, 3, 7) | options | {"max_new_tokens": 12}
     for _ in range(2):
@@ -103,8 +107,8 @@ def test_another_default_dtype(variant: str, family: str, options: dict[str, obj
 
 @pytest.mark.parametrize("options", [OPTIONS["greedy"], OPTIONS["beams"]], ids=["greedy", "beams"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bart"])
-def test_another_default_device(variant: str, family: str, options: dict[str, object]) -> None:
-    """Where stock needs tensors of the default device, it may raise; C reads the memory of none of them."""
+def test_another_default_device(variant: str, family: str, options: dict[str, object]) -> None:  # noqa: F811
+    """Stock may raise for tensors on the default device; C reads the memory of none of them."""
     model = zoo.build(family, torch.float32)
     call = zoo.batch(model, 3, 7) | options | {"max_new_tokens": 12}
     for _ in range(2):

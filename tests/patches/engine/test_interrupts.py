@@ -1,4 +1,7 @@
-"""Interrupts at random instants, and calls within signal handlers: nothing is left behind, nothing waits for ever."""
+"""Check interrupts at random instants, and calls inside signal handlers.
+
+No state is left behind and no call deadlocks.
+"""
 
 import os
 import re
@@ -34,7 +37,7 @@ BACKENDS = ("auto", "native")
 )
 @pytest.mark.slow
 def test_interrupted(family: str, method: str, how: str, ops: str) -> None:
-    """In a process of its own: an interrupt that comes late must not strike pytest."""
+    """Run in a subprocess: a late interrupt must not hit pytest."""
     code = f"""
     from tests.interrupts import *
     torch.set_num_threads(1)
@@ -72,7 +75,8 @@ def test_fairseq(how: str) -> None:
 def _run(code: str, ops: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, check=False, timeout=600, env=os.environ | {"FASTGEN_OPS": ops},
+        capture_output=True, text=True, check=False, timeout=600,
+        env=os.environ | {"FASTGEN_OPS": ops},
     )  # fmt: skip
     if "there are no operations in C here" in done.stderr:
         pytest.skip("no operations in C")
@@ -81,15 +85,14 @@ def _run(code: str, ops: str) -> None:
 
 @contextmanager
 def _within(call: Callable[[], object], seconds: float) -> Iterator[list[int]]:
-    """Have a signal handler make a call again and again; yields how often it has."""
+    """Call a function repeatedly from a signal handler; yield a list with the count."""
     count = [0]
 
     def handle(*_: object) -> None:
         call()
         count[0] += 1
-        signal.setitimer(
-            signal.ITIMER_REAL, seconds
-        )  # once more, when the code below has gone on for a while
+        # Fire again after the interrupted code has run for a while.
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
     before = signal.signal(signal.SIGALRM, handle)
     try:
@@ -102,7 +105,7 @@ def _within(call: Callable[[], object], seconds: float) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("what", ["release", "generate", "status"])
 def test_in_a_signal_handler(what: str) -> None:
-    """No lock is taken that the code below the handler may hold."""
+    """A handler takes no lock that the interrupted code may hold."""
     model = interrupts.build("bart")
     call = interrupts.call_of(model, "beams")
     calls = {"release": fastgen.release, "generate": call, "status": fastgen.status}
@@ -115,7 +118,7 @@ def test_in_a_signal_handler(what: str) -> None:
 
 
 class _Raises(LogitsProcessor):
-    """Raises at the second step, and keeps the traceback, as interactive shells do."""
+    """Raise at the second step, and keep the traceback as interactive shells do."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] > 1:
@@ -172,7 +175,7 @@ def test_an_interrupt_while_routes_are_installed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_routes_of_a_long_call_are_not_collected() -> None:
-    """`fairseq-generate` is one call, which routes its models for every batch."""
+    """`fairseq-generate` is one call that routes its models for every batch."""
     model = interrupts.build("bart")
 
     def batches() -> int:
@@ -201,7 +204,7 @@ _theirs: ContextVar[int] = ContextVar("of_a_user", default=0)
 
 def test_isolated() -> None:
     def call(number: int, fail: bool) -> int:
-        assigned(_ours, number).__enter__()  # and is interrupted before the block ends
+        assigned(_ours, number).__enter__()  # interrupted before the block ends
         _theirs.set(number)
         if fail:
             raise interrupts.Interrupt

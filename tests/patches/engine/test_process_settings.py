@@ -1,4 +1,7 @@
-"""Settings of the process, changed between calls: default dtype and device, determinism, inference mode, autocast."""
+"""Check process-wide settings that change between calls.
+
+Cover default dtype and device, determinism, inference mode and autocast.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +37,7 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 ROUNDED = ("autocast", "precision")
-"""Where products may be rounded to bfloat16, in which tokens may depend on how many rows there are."""
+"""Settings under which products may round to bfloat16, so tokens may depend on the batch size."""
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -43,7 +46,10 @@ ROUNDED = ("autocast", "precision")
 def test_changed_between_calls(
     family: str, asked: str, ops: str, setting: Callable[[str, str], None]
 ) -> None:
-    """Each setting meets what calls under the others have left: packed weights, buffers, proofs."""
+    """Each setting meets the state left by calls under other settings.
+
+    That state is packed weights, buffers and equivalence checks.
+    """
     setting("FASTGEN_OPS", ops)
     for dtype in (torch.float32, torch.float64):
         model = zoo.build(family, dtype)
@@ -75,7 +81,7 @@ def test_a_model_made_in_inference_mode() -> None:
 
 
 def test_training_behind_calls() -> None:
-    """What calls in inference mode have kept is no hindrance to gradients."""
+    """State kept from calls in inference mode does not prevent gradients."""
     model = zoo.build("bart", torch.float32)
     kwargs = zoo.batch(model, 3, 7)
     with torch.inference_mode():

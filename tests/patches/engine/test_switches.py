@@ -1,4 +1,4 @@
-"""Every FASTGEN_* variable: what it accepts, what it says to the rest, and what it does to patches."""
+"""Check every FASTGEN_* variable: accepted values, error messages and effect on patches."""
 
 import json
 import os
@@ -94,15 +94,18 @@ def test_every_allowed_value_is_accepted_and_no_other(variable: config.Variable)
     for value in ("2", "true", "AUTO", "-1", "no,", "10"):
         with pytest.raises(
             VariableError,
-            match=f"^{variable.name}={value}: the value must be one of {', '.join(variable.allowed)}; ",
+            match=f"^{variable.name}={value}: the value must be one of "
+            f"{', '.join(variable.allowed)}; ",
         ):
             config.read({variable.name: value})
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("auto", None), ("", None), ("0", 0), ("4096", 4096), ("7B", 7), ("500MB", 500_000_000), ("2 gib", 2**31),
-     (".5KiB", 512), ("1.5 TB", 1_500_000_000_000)],
+    [
+        ("auto", None), ("", None), ("0", 0), ("4096", 4096), ("7B", 7), ("500MB", 500_000_000),
+        ("2 gib", 2**31), (".5KiB", 512), ("1.5 TB", 1_500_000_000_000),
+    ],
 )  # fmt: skip
 def test_memory_is_a_size(text: str, size: int | None) -> None:
     assert config.read({"FASTGEN_MEMORY": text}).memory == size
@@ -198,7 +201,7 @@ def test_skip(sandbox: Sandbox, value: str, skipped: set[str]) -> None:
             fastgen.disable()
             plain()
             fastgen.enable()
-        """,
+        """,  # noqa: E501
         FASTGEN_SKIP=value,
     )
 
@@ -219,7 +222,10 @@ def test_skip_of_what_is_not_there_is_an_error(sandbox: Sandbox, value: str) -> 
 def test_bad_value_stops_the_import(sandbox: Sandbox) -> None:
     done = sandbox.process("import fastgen", FASTGEN_OPS="tritom")
     assert done.returncode == 1
-    expected = "FASTGEN_OPS=tritom: the value must be one of auto, reference, native, triton; unset it for the default"
+    expected = (
+        "FASTGEN_OPS=tritom: the value must be one of auto, reference, native, triton; "
+        "unset it for the default"
+    )
     assert done.stderr.splitlines()[-1] == f"fastgen.errors.VariableError: {expected}, auto"
 
 
@@ -251,7 +257,7 @@ MENDS = """
         Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", mends=True),
         Patch("toolkit.greet", TOOLKIT, "toolkit.gen:greet", "ours:greet", ("name",), "a test", covers="greetings"),
     )
-"""
+"""  # noqa: E501
 
 
 def test_compat_is_what_is_left_in_disabled(sandbox: Sandbox) -> None:
@@ -273,14 +279,14 @@ def test_compat_is_what_is_left_in_disabled(sandbox: Sandbox) -> None:
         fastgen.enable()
         assert (gen.Model.add(1, 2), gen.greet("you")) == (["ours", 3], ["ours", "hello you"])
         assert fastgen.status().enabled and not fastgen.status().compat
-        """,
+        """,  # noqa: E501
         FASTGEN="compat",
     )
 
 
 @pytest.mark.parametrize("mode", ["1", "compat"])
 def test_what_mends_does_not_ask_the_canary(sandbox: Sandbox, mode: str) -> None:
-    """Where it is called first, the canary would compare the toolkit's own code with itself."""
+    """If it were called first, the canary would compare the toolkit's code with itself."""
     sandbox.write("declaration.py", MENDS)
     sandbox.version("1.6")
     sandbox.write("canary.py", "def parts(): raise AssertionError('the canary is not to be asked')")
@@ -299,7 +305,7 @@ def test_what_mends_does_not_ask_the_canary(sandbox: Sandbox, mode: str) -> None
 
 
 def test_compat_in_the_toolkits() -> None:
-    """What mends is applied, and nothing that accelerates or restores a method."""
+    """Only patches that mend are applied, none that accelerates or restores a method."""
     code = """
         import json, fastgen
         from fastgen.cli.environment.status import import_targets
@@ -385,7 +391,7 @@ def test_strict_failed_patch_raises_in_enable(sandbox: Sandbox) -> None:
             assert "toolkit.greet failed" in str(error)
         assert states() == {"applied": 4, "failed": 1}, "one failure does not keep the others from being applied"
         fastgen.disable()
-        """,
+        """,  # noqa: E501
         FASTGEN_STRICT="1",
         FASTGEN="0",
     )

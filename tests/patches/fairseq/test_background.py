@@ -1,4 +1,4 @@
-"""Work in the background: results in order, failures where the result would have been, nothing left hanging."""
+"""Check background post-processing: order of results, order of failures, and cleanup."""
 
 import os
 import signal
@@ -75,7 +75,7 @@ def test_an_interrupt_ends_at_once(workers: int) -> None:
 
 
 def test_processes_leave_ctrl_c_to_their_parent() -> None:
-    """A terminal sends it to all of them, and each would print a traceback."""
+    """A terminal sends SIGINT to the whole process group; each worker would print a traceback."""
     found: list[int] = []
     with InOrder(_interrupted, found.append, 2) as background:
         for piece in range(4):
@@ -106,7 +106,7 @@ def _dies(piece: int) -> int:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_who_has_forked_it(how: signal.Signals) -> None:
-    """As where a scheduler ends a run."""
+    """A scheduler that ends a run sends such a signal."""
     code = (
         "import multiprocessing as m, time\n"
         "from fastgen.patches.fairseq.commands.background import InOrder\n"
@@ -133,7 +133,7 @@ def _runs(process: str) -> bool:
         state = Path("/proc", process, "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return False
-    return state != "Z"  # dead, and nobody has asked how
+    return state != "Z"  # a zombie is dead, but not yet reaped
 
 
 def test_no_thread_stays_behind() -> None:

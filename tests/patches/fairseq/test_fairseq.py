@@ -1,4 +1,4 @@
-"""fairseq's generator with fastgen and without: the same hypotheses, in the same order, with the same numbers."""
+"""Compare fairseq's generator with and without fastgen: hypotheses, their order and scores."""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from tests.support.recorder import Graphs
 
 @pytest.fixture(autouse=True)
 def _double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fairseq's softmax rounds to fp32 whatever the model's dtype: here it does not, so that double means double."""
+    """Let fairseq's softmax compute in fp64, which it would otherwise round to fp32."""
     monkeypatch.setattr(utils, "softmax", lambda x, dim, onnx_trace=False: torch.softmax(x, dim))
 
 
@@ -64,7 +64,7 @@ def test_model(name: str, beams: int, padding: str, dtype: torch.dtype) -> None:
 
 
 def test_hypotheses_end_at_different_lengths() -> None:
-    """What the models above say ends here and there, so that sentences leave early and late."""
+    """The output of these models ends at many lengths, so sentences leave early and late."""
     found = _served(
         [zoo.build("prenorm", seed=1)], zoo.batch(9, 9), {"beam_size": 4, "max_len_b": 30}
     )
@@ -115,7 +115,7 @@ def test_option(name: str, beams: int, option: str) -> None:
 
 @pytest.mark.parametrize("switched_off", [False, True])
 def test_no_ngram_is_repeated(switched_off: bool) -> None:
-    """The option is mended on fairseq's own code too, where without it there would be nothing to block."""
+    """fastgen fixes the option in fairseq's own code too, which would otherwise block nothing."""
     model, sample = zoo.build("transformer", torch.float32), zoo.batch(8, 9)
     options = {"beam_size": 4, "max_len_b": 25, "min_len": 15}
     with fastgen.disabled() if switched_off else nullcontext():
@@ -126,20 +126,20 @@ def test_no_ngram_is_repeated(switched_off: bool) -> None:
 
 
 def _repeated(found: Any, size: int) -> int:
-    """How many hypotheses have an n-gram twice."""
+    """Return the number of hypotheses that contain an n-gram twice."""
     texts = [hypothesis["tokens"].tolist() for hypotheses in found for hypothesis in hypotheses]
     ngrams = [[tuple(text[i : i + size]) for i in range(len(text) - size + 1)] for text in texts]
     return sum(len(set(of_text)) < len(of_text) for of_text in ngrams)
 
 
 class _Words:
-    """Takes words for their pieces."""
+    """A BPE that takes words as its pieces."""
 
     encode = decode = staticmethod(str)
 
 
 def test_bart_from_the_hub() -> None:
-    """`bart.sample`, whose hypotheses begin with a token that is given."""
+    """`bart.sample` starts every hypothesis with a given token."""
     cfg: Any = OmegaConf.structured(FairseqConfig())
     task = TranslationTask(TranslationConfig(), zoo.dictionary(), zoo.dictionary())
     bart = BARTHubInterface(cfg, task, zoo.build("bart", torch.float32)).eval()
@@ -162,7 +162,10 @@ def test_bart_from_the_hub() -> None:
 
 @pytest.mark.parametrize("beams", [2, 4])
 def test_diverse_beams_of_the_first_sentences(beams: int) -> None:
-    """The fork's search takes a sentence's number among all for that in the batch, and fails beyond."""
+    """The fork's search uses a sentence's id as its index in the batch.
+
+    Ids beyond the batch size raise an error there.
+    """
     sample = zoo.batch(5, 8) | {"id": torch.randperm(5, generator=torch.Generator().manual_seed(0))}
     found = _served(
         [zoo.build("transformer")],
@@ -173,7 +176,10 @@ def test_diverse_beams_of_the_first_sentences(beams: int) -> None:
 
 
 def test_lengths_of_sources() -> None:
-    """Those that are given, with the end, count where fairseq asks for them: the fork does."""
+    """Use the given lengths, end of sentence included, if fairseq reads them.
+
+    The fork reads them; other versions count the tokens.
+    """
     net_input = zoo.batch(3, 8, "none")["net_input"]
     generator = SequenceGenerator([zoo.build("transformer")], zoo.dictionary())
     asking, other = (lambda x: x["src_lengths"]), (lambda x: x["src_tokens"])
@@ -215,7 +221,7 @@ def test_ensemble(members: list[str], beams: int) -> None:
 @pytest.mark.parametrize("name", zoo.LANGUAGE_MODELS)
 @pytest.mark.parametrize("beams", [1, 4])
 def test_language_model(name: str, beams: int) -> None:
-    """Prompts of different lengths go through as prefixes."""
+    """Prompts of different lengths are passed as prefixes."""
     sample = zoo.batch(4, 7, "right")
     options = {
         "beam_size": beams,
@@ -229,14 +235,15 @@ def test_language_model(name: str, beams: int) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"beam_size": 1}, {"temperature": 0.7, "unk_penalty": 0.4}, {"no_repeat_ngram_size": 2}, {"min_len": 9},
-        {"max_len_b": 4}, {"search_strategy": "top_k"}, {"search_strategy": "diverse"}, {"bos_token": 0},
+        {}, {"beam_size": 1}, {"temperature": 0.7, "unk_penalty": 0.4}, {"no_repeat_ngram_size": 2},
+        {"min_len": 9}, {"max_len_b": 4}, {"search_strategy": "top_k"},
+        {"search_strategy": "diverse"}, {"bos_token": 0},
     ],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("length", [1, 6, 40])
 def test_prompt(name: str, options: dict[str, Any], length: int) -> None:
-    """A prompt that all sentences have is run at once, for plain beam search, and every token keeps its score."""
+    """Plain beam search prefills a prompt of all sentences at once, and keeps all token scores."""
     generator = torch.Generator().manual_seed(length)
     prompt = torch.stack(
         [torch.randperm(zoo.WORDS, generator=generator)[:length] + 4 for _ in range(3)]
@@ -315,7 +322,10 @@ def test_alignment(kind: str) -> None:
 @pytest.mark.parametrize("every", [1, 3, 16])
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "lm"])
 def test_many_sentences(name: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than a few: some leave while others go on, and change places; slots that no beam sees are given up."""
+    """Some sentences leave while others continue and move to other rows.
+
+    KV slots that no live beam references are freed.
+    """
     monkeypatch.setattr(room, "COMPACT_EVERY", every)
     swept: list[int] = []
     compact = LayerKV.compact
@@ -328,7 +338,10 @@ def test_many_sentences(name: str, every: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_beams_of_one_call_do_not_reach_the_next() -> None:
-    """fairseq's BART keeps the number of beams of an earlier call, and attends to another sentence with fewer."""
+    """fairseq's BART keeps the number of beams of an earlier call.
+
+    With fewer beams it then attends to another sentence.
+    """
     model, sample = zoo.build("bart"), zoo.batch(4, 8)
     options = {"beam_size": 1, "max_len_b": 14}
     alone, _ = zoo.call([zoo.build("bart")], sample, options)
@@ -339,7 +352,7 @@ def test_beams_of_one_call_do_not_reach_the_next() -> None:
 
 @pytest.mark.parametrize("switched_off", [True, False])
 def test_generators_of_one_model_keep_their_beams(switched_off: bool) -> None:
-    """One that was made before another, on fairseq's own code and on ours."""
+    """A generator survives a later one, in fairseq's own code and in fastgen's."""
     model, sample = copy.deepcopy(zoo.build("bart")), zoo.batch(4, 8)
     alone = {
         beams: _tokens(
@@ -360,7 +373,10 @@ def _tokens(generator: SequenceGenerator, sample: dict[str, Any]) -> list[list[i
 
 
 def test_an_encoder_that_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs layer by layer where linear layers are routed, else in PyTorch's fused layers, and stays as it was."""
+    """A loaded encoder keeps PyTorch's fused layers.
+
+    It runs layer by layer where linear layers are routed, and the fused layers otherwise.
+    """
     model = zoo.MODELS["transformer"]().eval()
     model.load_state_dict(zoo.build("transformer", torch.float32).state_dict())
     layers = model.encoder.layers
@@ -416,7 +432,7 @@ DECLINED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", DECLINED)
 def test_declined(what: str) -> None:
-    """What the engine does not know runs fairseq's own code, counted."""
+    """fairseq's own code runs what fastgen does not support; a fallback is counted."""
     make, options, reason = DECLINED[what]
     before = zoo.hits()
     zoo.assert_same([make()], zoo.batch(3, 7), options | {"beam_size": 3, "max_len_b": 8}, 1e-4)
@@ -446,7 +462,10 @@ def test_status_names_fairseq() -> None:
 
 
 def test_a_name_that_numpy_has_given_up() -> None:
-    """Texts of language models are read line by line, and numpy is what it was."""
+    """Datasets of language models work with a numpy that has removed the name.
+
+    The namespace of numpy stays unchanged.
+    """
     texts, before = [torch.arange(4, 9), torch.arange(4, 6)], set(dir(np))
     hits = fastgen.status()["fairseq.token_blocks"].hits
     blocks: Any = TokenBlockDataset(texts, [5, 2], None, zoo.PAD, zoo.EOS, break_mode="eos")
@@ -457,7 +476,10 @@ def test_a_name_that_numpy_has_given_up() -> None:
 
 @pytest.mark.parametrize("names", [["lm"], ["transformer"], ["transformer", "prenorm"]])
 def test_scores_of_given_texts(names: list[str]) -> None:
-    """`SequenceScorer`, behind `fairseq-eval-lm` and `--score-reference`, with routed linear layers."""
+    """Check `SequenceScorer`, which `fairseq-eval-lm` and `--score-reference` use.
+
+    Its linear layers are routed.
+    """
     models = [zoo.build(name, torch.float32, seed) for seed, name in enumerate(names)]
     sample = zoo.batch(40, 9)
     target = torch.randint(4, 4 + zoo.WORDS, (40, 12))
@@ -468,7 +490,7 @@ def test_scores_of_given_texts(names: list[str]) -> None:
     )
     sample["target"] = target.roll(-1, 1)
     scorer = SequenceScorer(zoo.dictionary())
-    hits = lambda: {row.name: row.hits for row in fastgen.status().rows}["fairseq.score"]
+    hits = lambda: {row.name: row.hits for row in fastgen.status().rows}["fairseq.score"]  # noqa: E731
     before = hits()
     ours = scorer.generate(models, sample)
     assert hits() == before + 1
@@ -484,7 +506,7 @@ def test_scores_of_given_texts(names: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "bart"])
 def test_replayed_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that are captured once, and replayed while sentences leave."""
+    """Steps are captured once and replayed while sentences leave."""
     graphs = Graphs(monkeypatch)
     models = [zoo.build(name, torch.float64)]
     for options in (
@@ -507,7 +529,7 @@ def test_replayed_steps_of_an_ensemble(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let encoders of models as small as those of tests run from the weights; says of how many rows."""
+    """Let small encoders run from the weights; return the row count of each run."""
     rows = list[int]()
     run = encoders.Encoder.__call__
     for name, value in (("READING", -1), ("CALL", 0)):
@@ -521,7 +543,7 @@ def pays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def _left_off() -> dict[str, int]:
-    """What was said of encoders so far."""
+    """Return the reasons and counts of encoders that fastgen left alone so far."""
     return {
         of: n
         for of, n in fastgen.status()["fairseq.generate"].left_off.items()
@@ -535,7 +557,7 @@ def _left_off() -> dict[str, int]:
 def test_encoder_from_the_weights(
     name: str, padding: str, dtype: torch.dtype, pays: list[int]
 ) -> None:
-    """The first call compares, and has the modules' own output; no row is padding."""
+    """The first call runs both and returns the modules' output; no computed row is padding."""
     model, before = copy.deepcopy(zoo.build(name, dtype)), _left_off()
     sample = zoo.batch(4, 9, padding)
     for calls in range(3):
@@ -561,7 +583,10 @@ def test_encoders_of_an_ensemble_and_after_a_change_of_weights(pays: list[int]) 
 
 @pytest.mark.parametrize("name", ["transformer", "lm"])
 def test_hooks_that_fairseq_does_not_run(name: str, pays: list[int]) -> None:
-    """It calls the `forward` of decoders and encoders, not themselves: their hooks do not run, and stop nothing."""
+    """fairseq calls `forward` of encoders and decoders directly, so their hooks never run.
+
+    Such hooks do not disable any feature.
+    """
     model, calls = copy.deepcopy(zoo.build(name)), []
     sample, options = zoo.batch(4, 9), {"beam_size": 3, "max_len_b": 12}
     if name == "lm":
@@ -578,7 +603,7 @@ def test_hooks_that_fairseq_does_not_run(name: str, pays: list[int]) -> None:
 
 
 class _Doubling(torch.nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
         return 2 * super().forward(input)
 
 
@@ -632,7 +657,7 @@ def _layerdrop(model: Any) -> None:
 
 
 def _one_layer(model: Any) -> None:
-    """The same layer three times."""
+    """Use one layer three times."""
     model.encoder.layers = torch.nn.ModuleList([model.encoder.layers[0]] * 3)
 
 
@@ -654,7 +679,7 @@ def test_layers_in_lists_of_other_kinds(
 def test_an_encoder_whose_first_pass_fails(
     pays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is the modules' own output that counts, in this call and the next."""
+    """This call and the next return the output of the modules."""
 
     def failing(*_: Any) -> Any:
         raise RuntimeError("shapes do not fit")

@@ -1,4 +1,7 @@
-"""Big-little decoding in fairseq: each text as its definition makes it from the live models, uncached and alone."""
+"""Compare big-little decoding in fairseq with its definition.
+
+The definition runs the live models on each text by itself, without a cache.
+"""
 
 import copy
 import random
@@ -29,12 +32,12 @@ KINDS = ["transformer", "prenorm", "bart"]
 
 @pytest.fixture(autouse=True)
 def _double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fairseq's softmax rounds to fp32 whatever the model's dtype: here it does not, so that double means double."""
+    """Let fairseq's softmax compute in fp64, which it would otherwise round to fp32."""
     monkeypatch.setattr(utils, "softmax", lambda x, dim, onnx_trace=False: torch.softmax(x, dim))
 
 
 def pair(kind: str, seed: int = 0, apart: float = 0.1) -> tuple[Any, Any]:
-    """A model and another one like it, whose weights are a little different."""
+    """Return a model and a copy whose weights are perturbed slightly."""
     large = zoo.build(kind, seed=seed)
     small = copy.deepcopy(large)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -46,13 +49,15 @@ def pair(kind: str, seed: int = 0, apart: float = 0.1) -> tuple[Any, Any]:
 
 
 def scores_of(model: Any, source: Sequence[int], options: dict[str, Any]) -> Scores:
-    """What a model says of the token behind a text, with a generator's options: uncached, unpadded, by its forward."""
+    """Return a function from a text to a model's next-token scores.
+
+    It applies a generator's options to the model's `forward`, uncached and unpadded.
+    """
     n, longest = options.get("no_repeat_ngram_size", 0), options.get("max_len_b", LONGEST)
 
     def scores(text: Sequence[int]) -> Tensor:
-        for (
-            module
-        ) in model.modules():  # fairseq's attention keeps that of the last generator that it met
+        # fairseq's attention keeps the number of beams of the last generator.
+        for module in model.modules():
             if hasattr(module, "set_beam_size"):
                 module.set_beam_size(1)
         with torch.no_grad(), fastgen.disabled():
@@ -93,7 +98,7 @@ def expected(
     thresholds: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Texts, dict[str, int]]:
-    """The tokens of each row and what the large model says of them, and what happened, by the definition."""
+    """Return the tokens and large-model scores of each row, and the event counts, by definition."""
     texts, happened = Texts(), dict.fromkeys(("draft", "fallback", "rollback"), 0)
     for source in rows_of(sample):
         models = [scores_of(model, source, options) for model in (large, small)]
@@ -119,7 +124,7 @@ def generated(
     options: dict[str, Any] | None = None,
     **asked: Any,
 ) -> tuple[Texts, Any]:
-    """The same by the generator, and its counts."""
+    """Return the tokens and scores of each row, and the counts, by fastgen's generator."""
     with fastgen.bild(small, **asked) as drafting:
         found, _ = zoo.call(
             [large], sample, {"beam_size": 1, "max_len_b": LONGEST} | (options or {})
@@ -154,8 +159,8 @@ def test_every_text_is_that_of_the_definition(kind: str, name: str) -> None:
         large, small = pair(kind, seed)
         sample = zoo.batch(4, 8, padding, seed)
         thresholds = {
-            "fallback_threshold": rng.uniform(0.05, 0.12), "rollback_threshold": rng.uniform(2.2, 2.8),
-            "max_draft": rng.choice([2, 5, 10]),
+            "fallback_threshold": rng.uniform(0.05, 0.12),
+            "rollback_threshold": rng.uniform(2.2, 2.8), "max_draft": rng.choice([2, 5, 10]),
         }  # fmt: skip
         texts, counts = generated(large, sample, small, OPTIONS[name], **thresholds)
         wanted, events = expected(large, small, sample, thresholds, OPTIONS[name])
@@ -208,7 +213,10 @@ def test_lossless_is_fairseqs_own_output(kind: str, name: str) -> None:
 def test_a_call_that_would_not_draft_is_the_large_models_own(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has lost enough by drafts; hypotheses, their fields and counts are those of a call that might draft."""
+    """A model that lost time with drafts stops drafting.
+
+    Hypotheses, their fields and counts equal those of a call that drafts.
+    """
     large, small = pair("transformer", 1, 0.03)
     sample, options = (
         zoo.batch(9, 8, "left", 1),
@@ -271,7 +279,7 @@ def test_rows_are_what_they_are_alone() -> None:
 
 
 class Late(Pace):
-    """Drafts begin in the seventh round."""
+    """A pace that starts drafting in the seventh round."""
 
     rounds = 0
 
@@ -317,9 +325,8 @@ def test_status_sums_what_is_counted() -> None:
             zoo.call([large], zoo.batch(3, 6, seed=seed), {"beam_size": 1, "max_len_b": 6})
     after = fastgen.status().bild
     assert drafting.counts["tokens"] > 0
-    more = {
-        name: after[name] - before.get(name, 0) for name in after
-    }  # those of drafted beams among them
+    # These include the counts of drafted beams.
+    more = {name: after[name] - before.get(name, 0) for name in after}
     assert {name: count for name, count in more.items() if count} == {
         n: c for n, c in drafting.counts.items() if c
     }
@@ -387,14 +394,28 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "target words": ({"small": _other_words("decoder")}, {}, "symbol 9 of the target is 'w5'"),
     "its own layers": ({"small": _hooked()}, {}, "a hook on a TransformerDecoderLayer"),
     "adaptive softmax": ({"small": zoo.build("adaptive")}, {}, "log-probabilities of its own"),
-    "few positions": ({"small": _short()}, {}, "hypotheses of 15 tokens: the small model reads 9 at most"),
-    "nobody": ({"small": None}, {}, "needs a small model, either small or early_exit (layers of the model itself)"),
+    "few positions": (
+        {"small": _short()}, {}, "hypotheses of 15 tokens: the small model reads 9 at most"
+    ),
+    "nobody": (
+        {"small": None}, {},
+        "needs a small model, either small or early_exit (layers of the model itself)"
+    ),
     "two": ({"early_exit": 1}, {}, "and got both"),
-    "all layers": ({"small": None, "early_exit": 2}, {}, "an exit behind layer 2 of a decoder of 2"),
-    "a fallback": ({"fallback_threshold": 1.5}, {}, "fallback_threshold is 1.5; it must be from 0 to 1"),
-    "a rollback": ({"rollback_threshold": -1.0}, {}, "rollback_threshold is -1.0; it must be 0 or more"),
+    "all layers": (
+        {"small": None, "early_exit": 2}, {}, "an exit behind layer 2 of a decoder of 2"
+    ),
+    "a fallback": (
+        {"fallback_threshold": 1.5}, {}, "fallback_threshold is 1.5; it must be from 0 to 1"
+    ),
+    "a rollback": (
+        {"rollback_threshold": -1.0}, {}, "rollback_threshold is -1.0; it must be 0 or more"
+    ),
     "a draft": ({"max_draft": 0}, {}, "max_draft is 0; it must be 1 or more"),
-    "lossless": ({"lossless": True, "rollback_threshold": 1.0}, {}, "rollback_threshold=1.0 would keep others"),
+    "lossless": (
+        {"lossless": True, "rollback_threshold": 1.0}, {},
+        "rollback_threshold=1.0 would keep others"
+    ),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""fairseq's command lines and hub, from a corpus over a trained checkpoint to translations."""
+"""Check fairseq's command lines and hub, from a corpus through training to translations."""
 
 import argparse
 import functools
@@ -44,7 +44,10 @@ from tests.support.together import start_soon
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small corpus, preprocessed in data/, and a transformer trained on it, model/checkpoint_last.pt."""
+    """Return a folder with a small corpus and a trained transformer.
+
+    The preprocessed corpus lies in `data/`, the checkpoint in `model/checkpoint_last.pt`.
+    """
     folder = tmp_path_factory.mktemp("fairseq")
     train(
         preprocess(folder), folder / "model", 200, "--arch", "transformer", "--share-all-embeddings"
@@ -54,7 +57,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small(corpus: Path) -> Path:
-    """The checkpoint of a model that was trained for a shorter time on the same corpus."""
+    """Return the checkpoint of a model trained for fewer updates on the same corpus."""
     options = ("--arch", "transformer", "--share-all-embeddings", "--seed", "7")
     train(str(corpus / "data"), corpus / "small", 60, *options)
     return corpus / "small/checkpoint_last.pt"
@@ -111,10 +114,11 @@ LOSSLESS = (
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["small model", "early exit"])
 def test_generate_by_two_models(corpus: Path, small: Path, drafts: str) -> None:
-    """The output is that of the large model alone, but for the line that says what was done."""
+    """The output is that of the large model, except for the line that reports drafting."""
     command = (
-        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
-        "--beam", "1", "--batch-size", "9", "--no-repeat-ngram-size", "3", "--lenpen", "0.6",
+        "fairseq-generate", str(corpus / "data"),
+        "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1",
+        "--batch-size", "9", "--no-repeat-ngram-size", "3", "--lenpen", "0.6",
     )  # fmt: skip
     options = (
         ("--bild-small", str(small)) if drafts == "small model" else ("--bild-early-exit", "1")
@@ -135,8 +139,9 @@ def test_generate_by_two_models(corpus: Path, small: Path, drafts: str) -> None:
 def test_interactive_by_two_models(corpus: Path, small: Path) -> None:
     text = "".join((corpus / "test.en").open(encoding="utf-8").readlines()[:4])
     command = (
-        "fairseq-interactive", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "1",
-        "--buffer-size", "4", "--batch-size", "2", "--cpu", "--max-len-b", "30",
+        "fairseq-interactive", str(corpus / "data"),
+        "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "1", "--buffer-size", "4",
+        "--batch-size", "2", "--cpu", "--max-len-b", "30",
     )  # fmt: skip
     ours = run(*command, "--bild-small", str(small), *LOSSLESS, text=text, FASTGEN_STRICT="1")
     assert_alike(ours.stdout, run(*command, text=text, **STOCK).stdout)
@@ -144,7 +149,7 @@ def test_interactive_by_two_models(corpus: Path, small: Path) -> None:
 
 
 def _cfg(corpus: Path, *options: str) -> Any:
-    """The settings of a command line."""
+    """Return the settings of a command line."""
     command = (
         str(corpus / "data"),
         "--path",
@@ -153,7 +158,7 @@ def _cfg(corpus: Path, *options: str) -> Any:
         *options,
     )
     parser = fairseq_options.get_generation_parser()
-    parser.add_argument("--arch", default="transformer")  # as the command does
+    parser.add_argument("--arch", default="transformer")  # the command does the same
     return convert_namespace_to_omegaconf(
         fairseq_options.parse_args_and_arch(parser, list(command))
     )
@@ -183,11 +188,17 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "two": (("--bild-small", "x", "--bild-early-exit", "1"), "and got both"),
     "lossless": (
         ("--bild-small", "x", "--bild-lossless", "--bild-rollback", "2"),
-        "--bild-lossless=True keeps no token but the large model's own; --bild-rollback=2.0 would keep others",
+        (
+            "--bild-lossless=True keeps no token but the large model's own; "
+            "--bild-rollback=2.0 would keep others"
+        ),
     ),
     "the clock": (
         ("--bild-small", "x", "--bild-adaptive-draft"),
-        "--bild-adaptive-draft=True goes by the clock, and would change the output: it needs --bild-lossless=True",
+        (
+            "--bild-adaptive-draft=True goes by the clock, and would change the output: "
+            "it needs --bild-lossless=True"
+        ),
     ),
     "an ensemble": (
         ("--bild-small", "x", "--path", "a.pt:b.pt"),
@@ -236,7 +247,7 @@ def test_a_small_model_that_cannot_be_read(corpus: Path, tmp_path: Path, what: s
 
 
 def test_a_small_model_of_another_dictionary(corpus: Path, small: Path, tmp_path: Path) -> None:
-    """Its own dictionaries are read, where it says that they are."""
+    """The checkpoint names its own dictionaries, and fastgen reads those."""
     for language in ("en", "es"):
         lines = (corpus / f"data/dict.{language}.txt").read_text("utf-8").splitlines()
         lines[0], lines[1] = lines[1], lines[0]
@@ -245,8 +256,9 @@ def test_a_small_model_of_another_dictionary(corpus: Path, small: Path, tmp_path
     state["cfg"]["task"]["data"] = str(tmp_path)
     torch.save(state, tmp_path / "small.pt")
     found = run(
-        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
-        "--beam", "1", "--bild-small", str(tmp_path / "small.pt"), status=1,
+        "fairseq-generate", str(corpus / "data"),
+        "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1",
+        "--bild-small", str(tmp_path / "small.pt"), status=1,
     )  # fmt: skip
     assert (
         "big-little decoding needs two models of one dictionary: symbol 4 of the source is"
@@ -287,7 +299,7 @@ def test_hub_with_two_models(corpus: Path, small: Path) -> None:
 
 @pytest.mark.parametrize("module", [generate, interactive])
 def test_a_module_runs_as_its_command(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fastgen run -m fairseq_cli.generate` runs the function that is patched, with the options that are added."""
+    """`fastgen run -m fairseq_cli.generate` runs the patched function with the added options."""
     ran: list[Any] = []
     monkeypatch.setattr(module, "main", ran.append)
     monkeypatch.setattr(sys, "argv", ["fastgen"])
@@ -304,8 +316,9 @@ def test_interactive(corpus: Path, tmp_path: Path, where: str) -> None:
     file = tmp_path / "source"
     file.write_text(text, "utf-8")
     command = (
-        "fairseq-interactive", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "4",
-        "--buffer-size", "3", "--batch-size", "2", "--cpu", "--max-len-b", "30",
+        "fairseq-interactive", str(corpus / "data"),
+        "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "4", "--buffer-size", "3",
+        "--batch-size", "2", "--cpu", "--max-len-b", "30",
         *(["--input", str(file)] if where == "file" else []),
     )  # fmt: skip
     ours, stock = run(*command, text=text, FASTGEN_STRICT="1"), run(*command, text=text, **STOCK)
@@ -330,18 +343,19 @@ def test_hub(corpus: Path) -> None:
 
 @pytest.mark.slow
 def test_a_language_model_by_itself(corpus: Path, tmp_path: Path) -> None:
-    """Its training, the hub and `fairseq-interactive` read texts line by line; `fairseq-eval-lm` agrees."""
+    """Training, the hub and `fairseq-interactive` read line by line; `fairseq-eval-lm` agrees."""
     data, model = tmp_path / "data", tmp_path / "model"
     data.mkdir()
     for file in (corpus / "data").glob("*.es.*"):
         (data / file.name.replace(".en-es.es", "")).write_bytes(file.read_bytes())
     (data / "dict.txt").write_bytes((corpus / "data/dict.es.txt").read_bytes())
     run(
-        "fairseq-train", str(data), "--task", "language_modeling", "--sample-break-mode", "eos", "--arch",
-        "transformer_lm", "--optimizer", "adam", "--lr", "0.005", "--max-tokens", "1500", "--max-update", "5",
-        "--disable-validation", "--save-dir", str(model), "--cpu", "--num-workers", "0", "--no-progress-bar",
-        "--decoder-embed-dim", "32", "--decoder-ffn-embed-dim", "64", "--decoder-attention-heads", "2",
-        "--decoder-layers", "2", "--tokens-per-sample", "64", "--no-epoch-checkpoints",
+        "fairseq-train", str(data), "--task", "language_modeling", "--sample-break-mode", "eos",
+        "--arch", "transformer_lm", "--optimizer", "adam", "--lr", "0.005", "--max-tokens", "1500",
+        "--max-update", "5", "--disable-validation", "--save-dir", str(model),
+        "--cpu", "--num-workers", "0", "--no-progress-bar", "--decoder-embed-dim", "32",
+        "--decoder-ffn-embed-dim", "64", "--decoder-attention-heads", "2", "--decoder-layers", "2",
+        "--tokens-per-sample", "64", "--no-epoch-checkpoints",
     )  # fmt: skip
     lines = (corpus / "test.es").read_text("utf-8").splitlines()[:3]
     hub: Any = TransformerLanguageModel.from_pretrained(
@@ -354,8 +368,8 @@ def test_a_language_model_by_itself(corpus: Path, tmp_path: Path) -> None:
     with fastgen.disabled():
         assert hub.sample(lines, beam=3, max_len_b=60) == ours
     command = (
-        "fairseq-interactive", str(data), "--task", "language_modeling", "--path", str(model / "checkpoint_last.pt"),
-        "--beam", "3", "--max-len-b", "60", "--cpu",
+        "fairseq-interactive", str(data), "--task", "language_modeling",
+        "--path", str(model / "checkpoint_last.pt"), "--beam", "3", "--max-len-b", "60", "--cpu",
     )  # fmt: skip
     typed = run(*command, text="\n".join(lines) + "\n", FASTGEN_STRICT="1").stdout
     assert re.findall(r"^D-\d+\t\S+\t(.*)$", typed, re.M) == ours
@@ -377,7 +391,7 @@ def test_a_language_model_by_itself(corpus: Path, tmp_path: Path) -> None:
 
 
 class Surprise:
-    """Leaves a file behind when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, file: str = "") -> None:
         self.file = file
@@ -405,7 +419,7 @@ def test_a_checkpoint_runs_nothing(tmp_path: Path) -> None:
 
 
 def holding(folder: Path, extra: Any, **how: Any) -> Path:
-    """A checkpoint with something beside the model."""
+    """Write a checkpoint with an object beside the model; return its path."""
     file = folder / "model.pt"
     torch.save(
         {"model": {}, "args": argparse.Namespace(arch="transformer"), "extra": extra}, file, **how
@@ -414,7 +428,10 @@ def holding(folder: Path, extra: Any, **how: Any) -> Path:
 
 
 def test_numbers_of_numpy_load(tmp_path: Path) -> None:
-    kinds = "bool float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 longlong ulonglong"
+    kinds = (
+        "bool float16 float32 float64 int8 int16 int32 int64 "
+        "uint8 uint16 uint32 uint64 longlong ulonglong"
+    )
     assert isinstance(
         torch_load(holding(tmp_path, [np.dtype(kind).type(1) for kind in kinds.split()])), dict
     )
@@ -436,7 +453,10 @@ def test_numbers_of_numpy_load(tmp_path: Path) -> None:
 def test_advice_that_is_followed_helps(
     tmp_path: Path, extra: Any, names: list[str], setting: Any
 ) -> None:
-    """As often as it is given, and it names what may be allowed: nothing that could run what a file asks for."""
+    """Repeated advice works too.
+
+    It names only what is safe to allow, and nothing that could run code of the file's choosing.
+    """
     file = holding(tmp_path, extra)
     for count in range(len(names)):
         advice = re.escape(f"FASTGEN_FAIRSEQ_ALLOW={','.join(names[: count + 1])}")
@@ -452,7 +472,7 @@ def test_a_name_without_a_module_is_of_python_itself(tmp_path: Path, setting: An
 
 
 class Reaches:
-    """Asks for a member of what is no class."""
+    """An object that reads a member of something other than a class."""
 
     def __reduce__(self) -> Any:
         return getattr, (argparse.Namespace(Inner=1), "Inner")
@@ -465,9 +485,12 @@ def test_members_are_those_of_classes(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 def test_a_checkpoint_that_cannot_be_read_safely(tmp_path: Path) -> None:
-    """What helps is said, and nothing of PyTorch's about loading without safety."""
+    """The message says what helps, and omits PyTorch's advice to load unsafely."""
     file = holding(tmp_path, 1, pickle_protocol=4)
-    said = rf"^{re.escape(str(file))} cannot be loaded safely: Unsupported operand 149\. If .*, save it again in [^\n]*$"
+    said = (
+        rf"^{re.escape(str(file))} cannot be loaded safely: "
+        r"Unsupported operand 149\. If .*, save it again in [^\n]*$"
+    )
     with pytest.raises(UntrustedCheckpointError, match=said):
         torch_load(file)
     torch.save(torch.load(file, weights_only=False), file)
@@ -490,21 +513,24 @@ def test_a_class_can_be_allowed_by_name(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def torch_load(file: Path) -> Any:
-    """The part of fairseq's loading that fails on other versions, before it looks for a model's settings."""
+    """Load a checkpoint by fairseq; return {} if it has no model to upgrade.
+
+    This covers the part that fails with other versions, before fairseq reads model settings.
+    """
     try:
         return checkpoint_utils.load_checkpoint_to_cpu(str(file))
-    except (AttributeError, KeyError):  # the upgrade of a state that is no model's
+    except (AttributeError, KeyError):  # the upgrade of a state without a model fails
         return {}
 
 
 def test_the_fused_encoder_layer_gets_its_mask(corpus: Path) -> None:
-    """A loaded post-norm model takes PyTorch's fused layer, with the same result as layer by layer."""
+    """A loaded post-norm model takes PyTorch's fused layer, with the result of unfused layers."""
     hub: Any = TransformerModel.from_pretrained(
         str(corpus / "model"), "checkpoint_last.pt", str(corpus / "data")
     )
     encoder = hub.models[0].encoder.eval()
     tokens = torch.randint(4, 40, (3, 9))
-    tokens[1, :4] = 1  # padded on the left
+    tokens[1, :4] = 1  # left padding
     if not hasattr(encoder.layers[0], "load_to_BT"):
         pytest.skip("this version of fairseq has no fused layers")
     assert encoder.layers[0].load_to_BT
@@ -519,10 +545,11 @@ def test_the_fused_encoder_layer_gets_its_mask(corpus: Path) -> None:
 
 @pytest.mark.slow
 def test_results_path(corpus: Path, tmp_path: Path) -> None:
-    """The file has what standard output has, and its name only at the end."""
+    """The file holds the standard output, and gets its final name at the end only."""
     command = (
-        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
-        "--beam", "3", "--batch-size", "9",
+        "fairseq-generate", str(corpus / "data"),
+        "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "3",
+        "--batch-size", "9",
     )  # fmt: skip
     outputs = [
         run(*command, "--postprocess-workers", n, FASTGEN_STRICT="1").stdout
@@ -577,7 +604,10 @@ def test_batches_that_refill_print_the_same(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In this process, where batches start as soon as a few sentences have left; an ensemble of one model twice."""
+    """Run in this process, where batches start once a few sentences have left.
+
+    With `--min-len` the model is an ensemble of one checkpoint twice.
+    """
     together = start_soon(monkeypatch, 0.1)
     checkpoint = str(corpus / "model/checkpoint_last.pt")
     paths = f"{checkpoint}:{checkpoint}" if "--min-len" in options else checkpoint
@@ -609,8 +639,8 @@ def _exact(output: str) -> list[str]:
 @pytest.mark.slow
 def test_decode_hypothesis(corpus: Path) -> None:
     command = (
-        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
-        "--beam", "1",
+        "fairseq-generate", str(corpus / "data"),
+        "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1",
     )  # fmt: skip
     with_them = _exact(run(*command, "--decode-hypothesis").stdout)
     without = _exact(run(*command, "--no-decode-hypothesis").stdout)
@@ -652,13 +682,14 @@ def test_a_run_that_fails_leaves_no_whole_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "interactive"])
 def test_without_standard_output(corpus: Path, command: str) -> None:
-    """Where it was closed before Python began, nothing is printed, and all goes well."""
+    """If it was closed before Python started, nothing is printed and the command succeeds."""
     found = subprocess.run(
         [
-            sys.executable, "-m", "fastgen", "run", f"fairseq-{command}", str(corpus / "data"), "--path",
-            str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1",
+            sys.executable, "-m", "fastgen", "run", f"fairseq-{command}", str(corpus / "data"),
+            "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE, "--beam", "1",
         ],
-        input="a house\n", stderr=subprocess.PIPE, text=True, check=False, preexec_fn=functools.partial(os.close, 1),
+        input="a house\n", stderr=subprocess.PIPE, text=True, check=False,
+        preexec_fn=functools.partial(os.close, 1),
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-2000:]
 

@@ -1,4 +1,4 @@
-"""fairseq's beam search with choices that are captured once and replayed: the same hypotheses as stock fairseq's."""
+"""Compare fairseq's beam search, with token selection captured and replayed, with stock."""
 
 import contextlib
 from collections import Counter
@@ -31,7 +31,7 @@ NOT_CAPTURED = "choices are not captured as CUDA graphs: "
 
 @pytest.fixture(autouse=True)
 def _double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fairseq's softmax rounds to fp32 whatever the model's dtype: here it does not, so that double means double."""
+    """Let fairseq's softmax compute in fp64, which it would otherwise round to fp32."""
     monkeypatch.setattr(utils, "softmax", lambda x, dim, onnx_trace=False: torch.softmax(x, dim))
 
 
@@ -52,7 +52,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _left_off() -> Counter[str]:
-    """What was said of choices so far."""
+    """Return why token selection was not captured so far, with counts."""
     found = fastgen.status()["fairseq.generate"].left_off
     return Counter({reason: n for reason, n in found.items() if reason.startswith(NOT_CAPTURED)})
 
@@ -60,7 +60,7 @@ def _left_off() -> Counter[str]:
 def _served(
     models: list[Any], sample: dict[str, Any], options: dict[str, Any], *reasons: str
 ) -> Any:
-    """Assert that nothing differs from fairseq, and for which reasons choices were not captured."""
+    """Assert that output equals fairseq's; check the reasons for not capturing token selection."""
     hits, before = zoo.hits(), _left_off()
     found = zoo.assert_same(models, sample, options, 1e-4)
     assert zoo.hits() == hits + 1
@@ -69,7 +69,7 @@ def _served(
 
 
 def _prompted(options: dict[str, Any], sentences: int = 7) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A batch for a language model, whose prompt is the prefix."""
+    """Return a batch for a language model, with the prompt as prefix."""
     prompt = torch.randint(4, 30, (sentences, 5), generator=torch.Generator().manual_seed(0))
     sample = {"net_input": {"src_tokens": prompt, "src_lengths": torch.full((sentences,), 5)}}
     return sample, options | {"prefix_tokens": prompt}
@@ -109,10 +109,8 @@ def test_option(name: str, option: str, dtype: torch.dtype, graphs: Graphs) -> N
         {"beam_size": 4, "max_len_b": 30, "min_len": 9} | OPTIONS[option],
         list[str](),
     )
-    if (name, option) == (
-        "lm",
-        "eos",
-    ):  # one of the prompts holds it, so that not all of them are run at once
+    # One of the prompts contains this end token, so they are not all prefilled at once.
+    if (name, option) == ("lm", "eos"):
         reasons.append("while there is a prefix")
     for seed in (0, 1):
         sample = zoo.batch(7, 20, seed=seed)
@@ -124,7 +122,7 @@ def test_option(name: str, option: str, dtype: torch.dtype, graphs: Graphs) -> N
 
 
 def test_as_many_beams_as_tokens(graphs: Graphs) -> None:
-    """In the first step some beams have no candidate, and none of those that end later counts for them."""
+    """In the first step some beams have no candidate; beams that end later ignore them."""
     _served([zoo.build("transformer")], zoo.batch(7, 9), {"beam_size": 31, "max_len_b": 30})
     assert graphs.replayed["_choose"] >= 2
 
@@ -142,7 +140,7 @@ def test_no_longer_than_its_source(name: str, graphs: Graphs) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_sentences_that_leave(beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that end early leave, late and some at a time; what runs on is captured anew."""
+    """Sentences leave early or late, some at a time; the remaining batch is captured anew."""
     left, keep = list[int](), CapturedFirstFinished._keep
 
     def noted(search: Any, model: Any, staying: list[int]) -> Tensor:
@@ -187,10 +185,14 @@ def test_batches_of_one_generator(graphs: Graphs) -> None:
 
 
 def test_a_text_that_outgrows_its_memory(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention over the source gets room when the mask of the text does, so that nothing is captured twice for it."""
+    """Buffers for cross-attention grow together with the mask of the text.
+
+    No step is captured twice for them.
+    """
     monkeypatch.setattr(room, "GROWTH", 16)
     monkeypatch.setattr(graph, "ROOMY", 2**60)
-    fastgen.release()  # with memory of other calls, as only a CPU has it, keys and values grow at other times
+    # Buffers of other calls, which only a CPU reuses, would let the KV cache grow at other times.
+    fastgen.release()
     options = {"beam_size": 2, "max_len_b": 60, "min_len": 60}
     _served([zoo.build("bart")], zoo.batch(3, 9), options)
     assert graphs.captured == Counter({"_body": 3, "_choose": 3})
@@ -226,7 +228,7 @@ def test_choices_that_are_not_captured(
 
 @pytest.mark.parametrize("name", ["transformer", "bart"])
 def test_prefix(name: str, graphs: Graphs) -> None:
-    """As long as there is a prefix choices are made one operation at a time, and a text that ends in it has ended."""
+    """With a prefix, token selection runs eagerly; a text that ends in its prefix is finished."""
     prefix = torch.tensor([[5, 6], [7, 1], [9, 2], [1, 1], [4, 4]])
     options = {"beam_size": 3, "max_len_b": 30, "min_len": 9, "prefix_tokens": prefix}
     _served([zoo.build(name)], zoo.batch(5, 7), options, "while there is a prefix")
@@ -237,15 +239,13 @@ def test_prefix(name: str, graphs: Graphs) -> None:
 def test_choices_that_cannot_be_captured(
     name: str, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the step in which a capture fails, with sentences gone or not, choices are made one operation at a time."""
+    """Once a capture fails, token selection runs eagerly, whether sentences have left or not."""
     capture, tried = graph.capture, Counter[str]()
     sample, options = zoo.batch(24, 9), {"beam_size": 2, "max_len_b": 50, "min_len": 9}
     if name == "lm":
         sample, options = _prompted(options, 24)
-    for allowed in (
-        0,
-        1,
-    ):  # in this order: a second call has the room that the first has come to need
+    # The order matters: the second call starts with the buffers that the first has grown.
+    for allowed in (0, 1):
 
         def refusing(function: Any, *others: Any, allowed: int = allowed) -> Any:
             tried[function.func.__name__] += 1
@@ -261,7 +261,7 @@ def test_choices_that_cannot_be_captured(
 
 
 def test_steps_that_are_not_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With nothing to replay choices are not captured either."""
+    """Token selection is not captured unless decode steps are."""
     monkeypatch.setenv("FASTGEN_STEP", "module")
     config.reload()
     try:
@@ -275,7 +275,7 @@ def test_steps_that_are_not_captured(graphs: Graphs, monkeypatch: pytest.MonkeyP
 
 @contextlib.contextmanager
 def _only(model: Any, *tokens: int) -> Iterator[None]:
-    """Within it, the model thinks all other tokens impossible."""
+    """Make all other tokens impossible for the model within a block."""
     bias = torch.full((zoo.WORDS + 4,), -torch.inf, dtype=torch.float64)
     bias[list(tokens)] = 0.0
     own = model.decoder.output_projection
@@ -291,7 +291,7 @@ def _only(model: Any, *tokens: int) -> Iterator[None]:
 def test_no_text_can_end(
     stops: bool, longest: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """fairseq's assertion, or no hypothesis, where its search is to stop with the longest texts."""
+    """fairseq's assertion fails, or no hypothesis is returned if the search stops at max_len."""
 
     def search() -> BeamSearch:
         made = BeamSearch(zoo.dictionary())
@@ -308,7 +308,7 @@ def test_no_text_can_end(
 
 @pytest.mark.parametrize("longest", [6, 12])
 def test_few_texts_can_end(longest: int, graphs: Graphs) -> None:
-    """A sentence is over with its longest text, of which there may be less than beams."""
+    """A sentence is finished with its longest text, with possibly fewer texts than beams."""
     model = zoo.build("transformer", seed=3)
     with _only(model, 5, zoo.EOS):
         found = zoo.assert_same(
@@ -322,7 +322,7 @@ def test_few_texts_can_end(longest: int, graphs: Graphs) -> None:
 )
 @pytest.mark.slow
 def test_kernels(name: str, beams: int, kernels: None, graphs: Graphs) -> None:
-    """The kernels read on the device, too, what changes from step to step."""
+    """Kernels, too, read the values that change per step from the device."""
     options: dict[str, Any] = {
         "beam_size": beams,
         "max_len_b": 16,
@@ -338,12 +338,12 @@ def test_kernels(name: str, beams: int, kernels: None, graphs: Graphs) -> None:
 
 @pytest.mark.slow
 def test_kernels_of_a_choice(kernels: None, graphs: Graphs) -> None:
-    """Two launches move all tables: those of tokens, scores, attention, and of what each beam sees."""
+    """Two launches move all tables: tokens, scores, attention and the ancestry of beams."""
     options = {"beam_size": 4, "max_len_b": 16, "min_len": 16, "no_repeat_ngram_size": 3}
     _served([zoo.build("bart", torch.float32)], zoo.batch(2, 7), options)
     ran = graphs.kernels["_choose"]
     assert ran["_extend_rows_kernel"] == ran["_finish_rows_kernel"] == 1
-    assert ran["index_copy_"] == 1  # attention over the source
+    assert ran["index_copy_"] == 1  # cross-attention
     assert ran["_reorder_rows_kernel"] == 0
     assert ran["_choose_first_kernel"] == 1
     assert ran.total() == 13, ran
@@ -353,7 +353,7 @@ def test_kernels_of_a_choice(kernels: None, graphs: Graphs) -> None:
 def test_a_replayed_step_takes_no_memory(
     kernels: None, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From choice to choice, all there is to run lies in memory that is there."""
+    """A replayed token selection and decode step allocate no memory."""
     made: list[Counter[str]] = []
 
     advance, step = CapturedFirstFinished.advance, Stepper.step
@@ -381,7 +381,10 @@ def test_a_replayed_step_takes_no_memory(
 
 @pytest.mark.parametrize("name", ["transformer", "bart"])
 def test_the_next_batch_captures_no_step(name: str, graphs: Graphs) -> None:
-    """It moves to where the last one was (`models.cuda_graphs.graph_buffers`), whichever of its sentences leave."""
+    """Its buffers move to those of the last batch, whichever of its sentences leave.
+
+    See `models.cuda_graphs.graph_buffers`.
+    """
     fastgen.release()
     model, options = zoo.build(name), {"beam_size": 3, "max_len_b": 24, "min_len": 3}
     captured = []
@@ -390,5 +393,5 @@ def test_the_next_batch_captures_no_step(name: str, graphs: Graphs) -> None:
         _served([model], zoo.batch(8, 9, seed=seed), options)
         captured.append(graphs.captured["_body"] - before)
     assert captured[0] >= 1
-    assert sum(captured) <= 4  # for 8 sentences, 4, 2 and 1
+    assert sum(captured) <= 4  # for 8, 4, 2 and 1 sentences
     assert 0 in captured

@@ -1,4 +1,7 @@
-"""Several steps of fairseq's search in a row in C, choices and all: the same as step by step, and as fairseq's own."""
+"""Check native multistep decoding of fairseq's search, token selection included.
+
+It must equal single steps and fairseq's own output.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +15,7 @@ from fastgen.ops import native
 from fastgen.ops.counts import calls
 
 pytest.importorskip("fairseq")
-from tests.ops.test_native import variant
+from tests.ops.test_native import variant  # noqa: F401  a fixture
 from tests.patches.fairseq import test_fairseq_refill as refill
 from tests.patches.fairseq.test_fairseq import OPTIONS
 from tests.support import fairseq_zoo as zoo
@@ -25,12 +28,15 @@ WITHOUT = {
     "one_token": "there is no second step",
     **{name: "a search of fairseq's own" for name in OPTIONS if "search_strategy" in OPTIONS[name]},
 }
-"""Options with which each step is made by itself."""
+"""Options under which Python runs each step by itself, with the reason."""
 
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Heads of 16 dimensions, as attention in C wants them at least; weights are packed when they are first used."""
+    """Use heads of 16 dimensions, the least that C attention supports.
+
+    Weights are packed at first use.
+    """
     for part in ("encoder", "decoder"):
         for size, value in {"embed_dim": 32, "ffn_embed_dim": 48}.items():
             monkeypatch.setitem(zoo._SIZES, f"{part}_{size}", value)
@@ -45,7 +51,7 @@ def _build(name: str, seed: int = 0) -> Any:
 
 
 def _same(model: Any, sample: dict[str, Any], options: dict[str, Any]) -> Any:
-    """What comes of it, twice: the first call proves the step from the weights."""
+    """Compare two calls with fairseq; the first one runs the equivalence check of the step."""
     for _ in range(2):
         calls.clear()
         found = zoo.assert_same([model], sample, options, 1e-4)
@@ -66,8 +72,8 @@ def test_option(option: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("beams", [1, 4, 5])
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "bart", "lm", "lm_learned"])
-def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps behind sweeps and as sentences leave: as without C's choices, and as fairseq's."""
+def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Include compaction and leaving sentences; compare with and without C's token selection."""
     options = {
         "beam_size": beams,
         "max_len_a": 0.0,
@@ -96,7 +102,7 @@ def test_model(variant: str, name: str, beams: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["transformer", "bart"])
 def test_batches_that_refill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that runs alone goes on in a row, also behind steps beside others, and before them."""
+    """A batch that runs alone uses multistep jobs, before and after steps shared with others."""
     models, batches, together = [_build(name)], refill._batches(9), start_soon(monkeypatch, 0.5)
     options = {"beam_size": 4, "no_repeat_ngram_size": 3}
     stock = refill._stock(models, batches, options)
@@ -110,7 +116,7 @@ def test_batches_that_refill(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_equal_values_are_left_to_torch() -> None:
-    """Tokens with one embedding are tied in every step; which stands first is for torch to say."""
+    """Tokens with equal embeddings tie in every step; torch decides which one ranks first."""
     model = _build("transformer")
     with torch.no_grad():
         model.decoder.output_projection.weight[20:] = model.decoder.output_projection.weight[4:16]
@@ -126,7 +132,10 @@ def test_values_that_are_no_numbers() -> None:
 
 
 def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What C says then is what torch raises: a batch goes in halves, until one sentence is too much."""
+    """NO_MEMORY from C becomes torch's OutOfMemoryError.
+
+    The batch is halved, until a single sentence does not fit either.
+    """
     from fastgen.ops.native import search as c
 
     model, options = _build("transformer"), {"beam_size": 3, "max_len_b": 14}

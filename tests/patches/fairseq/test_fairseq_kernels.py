@@ -1,4 +1,7 @@
-"""fairseq's beam search by the kernels: nothing is normalised but the winners, and everything is as fairseq has it."""
+"""Compare fairseq's beam search by the kernels with stock.
+
+The kernels normalize only the chosen candidates.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +34,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The log-probabilities that are made of all tokens."""
+    """Return a list that collects the log-probabilities computed for all tokens."""
     made: list[Tensor] = []
     make = Member._log_softmax
 
@@ -44,7 +47,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def _served(models: list[Any], sample: dict[str, Any], options: dict[str, Any]) -> set[str]:
-    """Assert that nothing differs from fairseq; return the operations whose kernels ran."""
+    """Assert that output equals fairseq's; return the operations whose Triton kernels ran."""
     hits, before = zoo.hits(), calls.copy()
     zoo.assert_same(models, sample, options, 1e-4)
     assert zoo.hits() == hits + 1
@@ -62,8 +65,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ngrams": {"no_repeat_ngram_size": 2},
     "eos": {"eos": 7, "bos_token": 0},
     "all": {
-        "no_repeat_ngram_size": 3, "min_len": 4, "unk_penalty": -1.0, "tokens_to_suppress": ("w3", "w5"),
-        "normalize_scores": False,
+        "no_repeat_ngram_size": 3, "min_len": 4, "unk_penalty": -1.0,
+        "tokens_to_suppress": ("w3", "w5"), "normalize_scores": False,
     },
 }  # fmt: skip
 
@@ -90,7 +93,7 @@ def test_sentences_leave(written: list[Tensor]) -> None:
 
 @pytest.mark.slow
 def test_prefix(written: list[Tensor]) -> None:
-    """Log-probabilities are written as long as there is a prefix."""
+    """Log-probabilities of all tokens are computed while there is a prefix."""
     prefix = torch.tensor([[5, 6], [7, 1], [1, 1]])
     options = {
         "beam_size": 3,
@@ -142,11 +145,11 @@ def test_rows_of_nan(value: float, written: list[Tensor]) -> None:
     model, spoilt = zoo.build("transformer", torch.float32, 2), []
 
     class Spoilt(nn.Module):
-        """The model's head, with wrong numbers here and there."""
+        """The model's head with some invalid logits."""
 
         def forward(self, features: Tensor) -> Tensor:
             logits = head(features)
-            # By the third best token: some rows of a sentence, seldom all.
+            # The third best token decides: some rows of a sentence are affected, seldom all.
             bad = logits.topk(3).indices[..., 2] % 4 == 0
             spoilt.append(int(bad.sum()))
             logits[..., 9] = torch.where(bad, value, logits[..., 9])

@@ -1,4 +1,7 @@
-"""Multilingual models of fairseq: a language token at the begin of source and target, a model per pair of languages."""
+"""Check multilingual models of fairseq.
+
+A language token starts the source and the target; each language pair has a model.
+"""
 
 from pathlib import Path
 
@@ -19,7 +22,7 @@ LANGUAGE = 9
 @pytest.mark.parametrize("begin", ["bos", "prefix", "both"])
 @pytest.mark.parametrize("beams", [1, 4])
 def test_language_token(pair: str | None, begin: str, beams: int) -> None:
-    """Of a model of several pairs fairseq asks the first; a pair's own can be asked as well."""
+    """For a model of several pairs fairseq uses the first pair; a pair's model also works alone."""
     model = zoo.build("multilingual")
     asked = model if pair is None else model.models[pair]
     options = {"beam_size": beams, "max_len_b": 12, "min_len": 3}
@@ -38,10 +41,14 @@ def test_language_token(pair: str | None, begin: str, beams: int) -> None:
 
 
 PAIRS = ("--lang-pairs", "en-es,es-en", "--encoder-langtok", "tgt", "--decoder-langtok")
-# The options of each task, for training and for generating, and those of its model.
+# Per task: options for training and generation, and options of its model.
 TASKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "multilingual_translation": (
-        PAIRS, ("--arch", "multilingual_transformer", "--share-encoders", "--share-decoder-input-output-embed"),
+        PAIRS,
+        (
+            "--arch", "multilingual_transformer", "--share-encoders",
+            "--share-decoder-input-output-embed",
+        ),
     ),
     "translation_multi_simple_epoch": (
         (*PAIRS, "--langs", "en,es"), ("--arch", "transformer", "--share-all-embeddings"),
@@ -53,7 +60,7 @@ TASKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, tuple[str, ...]]:
-    """A task, and the arguments that name it, its data and its model."""
+    """Return a task, and the arguments that name it, its data and its model."""
     folder: Path = tmp_path_factory.mktemp("multilingual")
     data, (options, model) = preprocess(folder), TASKS[request.param]
     train(data, folder, 60, "--task", request.param, *options, *model)
@@ -73,12 +80,20 @@ DIRECTIONS = {"there": ("-s", "en", "-t", "es"), "back": ("-s", "es", "-t", "en"
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_generate(trained: tuple[str, tuple[str, ...]], direction: str) -> None:
-    """Both directions; the token of the task that knows how to hand it over as the first one too."""
+    """Generate in both directions.
+
+    One task can also pass the language token in place of the first token.
+    """
     task, named = trained
     command = (
-        "fairseq-generate", *named, *DIRECTIONS[direction], *GENERATE, "--beam", "3", "--batch-size", "8", "--min-len",
-        "4", "--no-repeat-ngram-size", "3", "--gen-subset", "valid",
-        *(("--lang-tok-replacing-bos-eos",) if (task, direction) == ("translation_multi_simple_epoch", "back") else ()),
+        "fairseq-generate", *named, *DIRECTIONS[direction], *GENERATE, "--beam", "3",
+        "--batch-size", "8", "--min-len", "4", "--no-repeat-ngram-size", "3",
+        "--gen-subset", "valid",
+        *(
+            ("--lang-tok-replacing-bos-eos",)
+            if (task, direction) == ("translation_multi_simple_epoch", "back")
+            else ()
+        ),
     )  # fmt: skip
     ours, stock = run(*command, FASTGEN_STRICT="1"), run(*command, **STOCK)
     assert_alike(ours.stdout, stock.stdout)
@@ -90,8 +105,8 @@ def test_interactive(trained: tuple[str, tuple[str, ...]]) -> None:
     _, named = trained
     text = "This is a house.\nHe said that it was good.\nWhere are they?\n"
     command = (
-        "fairseq-interactive", *named, *DIRECTIONS["there"], "--cpu", "--max-len-b", "20", "--beam", "3",
-        "--buffer-size", "2", "--batch-size", "2", "--min-len", "4",
+        "fairseq-interactive", *named, *DIRECTIONS["there"], "--cpu", "--max-len-b", "20",
+        "--beam", "3", "--buffer-size", "2", "--batch-size", "2", "--min-len", "4",
     )  # fmt: skip
     ours, stock = run(*command, text=text, FASTGEN_STRICT="1"), run(*command, text=text, **STOCK)
     assert_alike(ours.stdout, stock.stdout)

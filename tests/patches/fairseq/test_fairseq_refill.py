@@ -1,4 +1,4 @@
-"""Batches of fairseq that start beside those that are running: the same hypotheses, in the order of the batches."""
+"""Compare continuous batching in fairseq with stock: hypotheses and their order."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,13 +32,13 @@ EMPTY = "rows that are freed stay empty: "
 
 @pytest.fixture(autouse=True)
 def _double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fairseq's softmax rounds to fp32 whatever the model's dtype: here it does not, so that double means double."""
+    """Let fairseq's softmax compute in fp64, which it would otherwise round to fp32."""
     monkeypatch.setattr(utils, "softmax", lambda x, dim, onnx_trace=False: torch.softmax(x, dim))
 
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many batches each step of several was of; they start as soon as a few sentences have left."""
+    """Return the number of batches in each joint step; batches start once a few sentences left."""
     return start_soon(monkeypatch)
 
 
@@ -48,7 +48,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 
 
 def _batches(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Batches of different sizes and lengths, and among them one without sentences."""
+    """Return batches of different sizes and lengths, including one without sentences."""
     lengths = torch.randint(4, 12, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
     made: list[dict[str, Any]] = [
         zoo.batch(4 + i % 5, n, ("left", "right")[i % 2], seed=seed + i)
@@ -72,7 +72,7 @@ def _translations(
 
 
 def _stock(models: list[Any], batches: list[Any], options: dict[str, Any]) -> list[Any]:
-    """What fairseq gives for each batch by itself."""
+    """Return fairseq's output for each batch by itself."""
     generator = _generator(models, options)
     with fastgen.disabled():
         return [generator.generate(models, batch) if batch else None for batch in batches]
@@ -81,7 +81,7 @@ def _stock(models: list[Any], batches: list[Any], options: dict[str, Any]) -> li
 def _assert_same(
     found: list[Translated], batches: list[Any], stock: list[Any], tolerance: float = 1e-5
 ) -> None:
-    """fairseq keeps scores in fp32, whatever the model's dtype is."""
+    """Compare results; fairseq keeps scores in fp32, whatever the dtype of the model."""
     assert [translated.sample is batch for translated, batch in zip(found, batches, strict=True)]
     for translated, expected in zip(found, stock, strict=True):
         if expected is None:
@@ -99,7 +99,7 @@ def _assert_same(
 
 
 def _numbers(value: Any) -> Tensor:
-    """A tensor; of an alignment, printed numbers among it."""
+    """Return a tensor; an alignment may hold numbers as text."""
     if isinstance(value, Tensor):
         return value
     return torch.tensor([[float(number) for number in row] for row in value], dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_each_batch_as_by_itself(name: str, seed: int, options: str, together: l
 )
 @pytest.mark.parametrize("beside", [False, True])
 def test_ensemble(members: list[str], beside: bool, together: list[int]) -> None:
-    """And a language model beside it."""
+    """The ensemble may be combined with a language model."""
     models = [zoo.build(name, seed=seed) for seed, name in enumerate(members)]
     options = {"no_repeat_ngram_size": 2} | (
         {"lm_model": zoo.build("lm"), "lm_weight": 0.3} if beside else {}
@@ -154,7 +154,7 @@ def test_ensemble(members: list[str], beside: bool, together: list[int]) -> None
 @pytest.mark.parametrize("options", ["beams", "ngrams", "unk_penalty", "soft"])
 @pytest.mark.parametrize("members", [["transformer"], ["bart", "transformer"]])
 def test_captured(members: list[str], options: str, together: list[int], graphs: Graphs) -> None:
-    """As on a GPU: a step of several batches is captured as it is, until one of them comes, leaves or moves."""
+    """As on a GPU, a joint step is captured until a batch joins, leaves or moves."""
     models, batches = [zoo.build(name, seed=seed) for seed, name in enumerate(members)], _batches(7)
     found = list(_translations(models, batches, OPTIONS[options]))
     _assert_same(found, batches, _stock(models, batches, OPTIONS[options]))
@@ -163,7 +163,7 @@ def test_captured(members: list[str], options: str, together: list[int], graphs:
 
 
 def test_a_batch_that_is_done_first_waits_for_its_turn(together: list[int]) -> None:
-    """The second one runs to its longest, beside four that come behind it and end sooner."""
+    """The second batch runs to its longest text, while four later ones finish earlier."""
     models, options, batches = [zoo.build("bart", seed=3)], {"beam_size": 1}, _batches(7)
     read = list[int]()
 
@@ -194,7 +194,7 @@ class _Sized:
 def test_not_where_batches_end_at_once(
     monkeypatch: pytest.MonkeyPatch, together: list[int]
 ) -> None:
-    """The rule looks at what is done: here no sentence has left before the others."""
+    """The rule looks at finished work: here no sentence leaves before the others."""
     monkeypatch.setattr(continuous_batching, "OCCUPIED", 0.5)
     list(_translations([zoo.build("transformer")], _batches(5), {"min_len": 9, "max_len_b": 9}))
     assert together == []
@@ -270,7 +270,7 @@ def test_batches_that_run_to_their_end(
 
 
 def _raising_in(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps of several batches fail, or the beginning of a batch beside another."""
+    """Let joint steps fail, or the start of a batch beside another."""
     from fastgen.patches.fairseq.generator import refill
 
     step, begin, joined = DecoderStep.__call__, refill.begin, [False]
@@ -312,7 +312,7 @@ def test_one_that_is_too_large_alone_goes_in_halves(
 ) -> None:
     models, batches = [zoo.build("transformer", seed=1)], _batches(4)
     stock = _stock(models, batches, {})
-    list(_translations(models, batches, {}))  # the first step of a model is made both ways
+    list(_translations(models, batches, {}))  # the first step of a model runs both ways
     run_out(monkeypatch, stage, 3)
     translations = _translations(models, batches, {})
     _assert_same(list(translations), batches, stock)
@@ -323,7 +323,7 @@ def test_one_that_is_too_large_alone_goes_in_halves(
 def test_other_errors_come_out_and_leave_nothing_behind(
     stage: str, together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a batch that begins beside others come when its turn has come, behind what the others give."""
+    """Errors of a batch that starts beside others come in its turn, after earlier results."""
     models, batches = [zoo.build("transformer", torch.float32, seed=1)], _batches(6)
     stock = _stock(models, batches, {})
 

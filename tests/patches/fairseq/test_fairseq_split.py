@@ -1,4 +1,4 @@
-"""Batches of fairseq's for which memory runs out: the same hypotheses, in halves; or the same error."""
+"""Check that fairseq batches are halved when memory runs out, or raise the same error."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ BEAMS = 3
 
 
 def run_out(monkeypatch: pytest.MonkeyPatch, stage: str, most: int) -> None:
-    """Let memory run out where an encoder, or a decode step, has more than so many sentences."""
+    """Let memory run out where an encoder or decode step has more than `most` sentences."""
     step, encode = DecoderStep.__call__, generate.encode
 
     def stepped(self: Any, ids: torch.Tensor, context: Any) -> torch.Tensor:
@@ -25,7 +25,8 @@ def run_out(monkeypatch: pytest.MonkeyPatch, stage: str, most: int) -> None:
 
     def encoded(model: Any, net_input: dict[str, torch.Tensor]) -> Any:
         if stage == "encoder" and len(net_input["src_tokens"]) > most:
-            raise RuntimeError("could not create a primitive")  # oneDNN's way to say so
+            # oneDNN's message for a lack of memory
+            raise RuntimeError("could not create a primitive")
         return encode(model, net_input)
 
     monkeypatch.setattr(DecoderStep, "__call__", stepped)
@@ -52,7 +53,7 @@ def test_halves(
 ) -> None:
     models = [zoo.build(name, seed=seed) for seed, name in enumerate(names)]
     sample, given = zoo.batch(7, 8, "left"), {"beam_size": BEAMS} | OPTIONS[options]
-    zoo.assert_same(models, sample, given)  # the first step of a model is made both ways
+    zoo.assert_same(models, sample, given)  # the first step of a model runs both ways
     run_out(monkeypatch, stage, 2)
     zoo.assert_same(models, sample, given)
     assert "not enough memory for a batch of 7 sentences" in caplog.text

@@ -1,4 +1,4 @@
-"""Batches of fairseq that several processes translate: what comes out, in which order, and what goes wrong."""
+"""Check fairseq batches that several processes translate: results, order and errors."""
 
 import copy
 import errno
@@ -54,7 +54,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _squares(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
-    """What is found for a number: its square, and who found it; even ones take longer."""
+    """Yield the square of each number and the pid; even numbers take longer."""
     for number in batches:
         time.sleep(0.02 * (1 - number % 2))
         yield number**2, os.getpid()
@@ -75,7 +75,7 @@ def test_in_the_order_of_the_batches(processes: int, count: int) -> None:
 
 
 def test_who_reads_ahead_gets_what_it_has_asked_for() -> None:
-    """Two batches at a time, as where the next one starts beside the one that runs."""
+    """A worker may read two batches at a time, as continuous batching does."""
 
     def in_pairs(batches: Iterator[int]) -> Iterator[int]:
         for first in batches:
@@ -89,7 +89,7 @@ def test_who_reads_ahead_gets_what_it_has_asked_for() -> None:
 
 
 def test_one_call_after_the_other() -> None:
-    """As a buffer comes behind a buffer: the processes stay, and what they count comes in the end."""
+    """Buffers follow one another: the processes stay, and their counts arrive at the end."""
 
     def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
         for number in batches:
@@ -107,7 +107,7 @@ def test_one_call_after_the_other() -> None:
 
 
 def test_the_death_of_one_that_has_nothing_to_do(tmp_path: Path) -> None:
-    """It dies once: a batch whose result is lost with it is translated again, in the end by this process."""
+    """A process dies once, and its batch is translated again, in the end by this process."""
 
     def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
         for number in batches:
@@ -125,7 +125,7 @@ def test_the_death_of_one_that_has_nothing_to_do(tmp_path: Path) -> None:
 
 
 def test_want_of_memory_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
-    """One that runs out of memory goes, and leaves its batches to those that are left."""
+    """A process that runs out of memory exits and leaves its batches to the others."""
     here = os.getpid()
 
     def translate(batches: Iterator[int]) -> Iterator[int]:
@@ -140,7 +140,7 @@ def test_want_of_memory_in_a_process(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_one_that_is_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are not read without end for a process that is slower than the others."""
+    """The parent does not read batches without limit while one process lags behind."""
     monkeypatch.setattr(workers, "LEAD", 4)
     read = list[int]()
 
@@ -228,7 +228,7 @@ def test_a_death_while_others_have_nothing_to_do(others: int) -> None:
 
 
 class Odd(Exception):
-    """An exception that cannot be made again from its arguments."""
+    """An exception that cannot be recreated from its arguments."""
 
     def __init__(self, number: int, why: str) -> None:
         super().__init__(f"{number}: {why}")
@@ -255,7 +255,7 @@ def test_an_error_comes_in_the_place_of_the_result(kind: type[Exception]) -> Non
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_all_batches_before_an_error_come_out(slow: int) -> None:
-    """Also those that were dealt to a process that is slower than the one that fails."""
+    """This includes batches dealt to a process slower than the one that fails."""
 
     def translate(batches: Iterator[int]) -> Iterator[int]:
         for number in batches:
@@ -286,7 +286,7 @@ def test_what_cannot_be_read_comes_behind_the_batches_before_it() -> None:
 def test_the_batches_of_a_process_that_dies_are_translated_anew(
     deaths: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the other process while there is one, by this one when all have died."""
+    """The other process takes them, or this one when all have died."""
     here = os.getpid()
 
     def translate(batches: Iterator[int]) -> Iterator[tuple[int, int]]:
@@ -298,9 +298,8 @@ def test_the_batches_of_a_process_that_dies_are_translated_anew(
             ):
                 (tmp_path / f"{number}-{os.getpid()}").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            if (
-                number == 10 and os.getpid() != here
-            ):  # the last of the other process: it does not end before the death
+            # The last batch of the other process: it must not end before the death.
+            if number == 10 and os.getpid() != here:
                 while not (dead := [*tmp_path.glob("3-*")]) or _is_there(
                     int(dead[0].name.removeprefix("3-"))
                 ):
@@ -315,7 +314,7 @@ def test_the_batches_of_a_process_that_dies_are_translated_anew(
 
 
 def _is_there(pid: int) -> bool:
-    """Whether a process lives, or has died without its parent having noted it."""
+    """Return whether a process is alive, or dead but not yet reaped."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -324,7 +323,7 @@ def _is_there(pid: int) -> bool:
 
 
 def test_an_error_behind_a_death() -> None:
-    """All have died, and this process meets what could not be read."""
+    """All processes have died, and this one meets the unreadable input."""
     here = os.getpid()
 
     def translate(batches: Iterator[int]) -> Iterator[int]:
@@ -382,15 +381,15 @@ _SLEEPERS = """
     with workers.Workers(translate, 2) as several:
         for _ in several.results(range(1000)):
             time.sleep(60)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["interrupted", "killed", "killed while it is told"])
 def test_none_is_left_behind(how: str, tmp_path: Path) -> None:
-    """Ctrl-C, which all processes of a terminal get, ends all at once; behind a parent that is killed they go too.
+    """Ctrl-C ends all processes of a terminal at once; they also end with a killed parent.
 
-    Also those that tell it more than a pipe holds.
+    This includes processes that send the parent more than a pipe holds.
     """
     script = tmp_path / "sleepers.py"
     script.write_text(textwrap.dedent(_SLEEPERS.format(how=how)))
@@ -559,7 +558,10 @@ def test_reasons_against(
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small corpus, preprocessed in data/, and a transformer trained on it, model/checkpoint_last.pt."""
+    """Return a folder with a small corpus and a trained transformer.
+
+    The preprocessed corpus lies in `data/`, the checkpoint in `model/checkpoint_last.pt`.
+    """
     folder = tmp_path_factory.mktemp("fairseq-workers")
     train(
         preprocess(folder), folder / "model", 60, "--arch", "transformer", "--share-all-embeddings"
@@ -571,7 +573,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "options",
     [
-        "--beam 4 --batch-size 6 --nbest 2 --remove-bpe --scoring sacrebleu --no-repeat-ngram-size 3",
+        (
+            "--beam 4 --batch-size 6 --nbest 2 --remove-bpe --scoring sacrebleu "
+            "--no-repeat-ngram-size 3"
+        ),
         "--beam 3 --batch-size 4 --print-alignment --postprocess-workers 2",
         "--beam 2 --batch-size 6 --prefix-size 2 --min-len 4 --postprocess-workers 0",
         "--beam 4 --batch-size 7 --diverse-beam-groups 2 --diverse-beam-strength 0.5",
@@ -623,7 +628,7 @@ def test_the_command_prints_the_same(
 @pytest.mark.parametrize("where", ["typed", "file", "constraints"])
 @pytest.mark.slow
 def test_interactive_prints_the_same(corpus: Path, tmp_path: Path, where: str) -> None:
-    """Buffers of three batches, and a last one that is too small to be dealt."""
+    """Buffers hold three batches; the last one is too small to be dealt."""
     lines = (corpus / "test.en").read_text("utf-8").splitlines()[:16]
     if where == "constraints":
         lines = [f"{line}\tde" for line in lines]
@@ -631,8 +636,9 @@ def test_interactive_prints_the_same(corpus: Path, tmp_path: Path, where: str) -
     file = tmp_path / "source"
     file.write_text(text, "utf-8")
     command = (
-        "fairseq-interactive", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "4",
-        "--buffer-size", "5", "--batch-size", "2", "--cpu", "--max-len-b", "30", "--no-repeat-ngram-size", "3",
+        "fairseq-interactive", str(corpus / "data"),
+        "--path", str(corpus / "model/checkpoint_last.pt"), "--beam", "4", "--buffer-size", "5",
+        "--batch-size", "2", "--cpu", "--max-len-b", "30", "--no-repeat-ngram-size", "3",
         *{"typed": [], "file": ["--input", str(file)], "constraints": ["--constraints"]}[where],
     )  # fmt: skip
     ours = run(*command, "--generate-workers", "2", text=text, FASTGEN_STRICT="1")
@@ -663,20 +669,23 @@ print("left off:", status["fairseq.{command}_command"].left_off, status["fairseq
 @pytest.mark.parametrize("command", ["generate", "interactive"])
 @pytest.mark.slow
 def test_by_itself_where_there_are_threads(corpus: Path, command: str) -> None:
-    """25 batches for two threads; what was counted is shown, and nothing is left off. Not where one samples."""
+    """25 batches for two threads: counts are shown and no feature is left off.
+
+    Sampling is not dealt to processes.
+    """
     script = corpus / f"{command}.py"
     script.write_text(_PRINTS_STATUS.format(command=command))
     arguments = (
-        str(script), str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), "--cpu", "--max-len-b",
-        "10", "--beam", "2", "--batch-size", "2", *(["--buffer-size", "40"] if command == "interactive" else []),
+        str(script), str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"),
+        "--cpu", "--max-len-b", "10", "--beam", "2", "--batch-size", "2",
+        *(["--buffer-size", "40"] if command == "interactive" else []),
     )  # fmt: skip
     text = (corpus / "test.en").read_text("utf-8")
     lines = len(text.splitlines())
     found = run(*arguments, text=text, afresh=True, OMP_NUM_THREADS="2", FASTGEN_STRICT="1").stdout
     dealt = found.count("processes: 2")
-    assert dealt == (
-        2 if command == "interactive" else 1
-    )  # a buffer, or all; and the end of interactive's processes
+    # A report per buffer (interactive) or for all batches; interactive ends with a second one.
+    assert dealt == (2 if command == "interactive" else 1)
     assert f"left off: {{}} {-(-lines // 2)}" in found
     found = run(
         *arguments, "--sampling", "--nbest", "2", text=text, afresh=True, OMP_NUM_THREADS="2"
@@ -688,7 +697,8 @@ def test_by_itself_where_there_are_threads(corpus: Path, command: str) -> None:
 @pytest.mark.slow
 def test_what_is_asked_for_and_cannot_be(corpus: Path) -> None:
     command = (
-        "fairseq-generate", str(corpus / "data"), "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
+        "fairseq-generate", str(corpus / "data"),
+        "--path", str(corpus / "model/checkpoint_last.pt"), *GENERATE,
     )  # fmt: skip
     said = run(
         *command, "--generate-workers", "2", "--sampling", "--beam", "2", "--nbest", "2", status=1

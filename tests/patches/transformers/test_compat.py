@@ -1,4 +1,4 @@
-"""What transformers calls things lies in one file, which knows all releases that are supported."""
+"""Check that names that vary across transformers releases are confined to `compat.py`."""
 
 import ast
 import re
@@ -22,14 +22,15 @@ from tests.support.parity import assert_same, fallbacks, hits
 FOLDER = Path(compat.__file__).parent
 PRIVATE = re.compile(r"_[a-z][a-z0-9_]*")
 OF_OTHERS = {
-    "_buffers", "_parameters", "_compiled_call_impl", "_global_forward_hooks", "_global_forward_pre_hooks", "_orig_mod",
-    "_functorch", "_current_level", "_hf_hook", "_features", "_engine", "_room",
+    "_buffers", "_parameters", "_compiled_call_impl", "_global_forward_hooks",
+    "_global_forward_pre_hooks", "_orig_mod", "_functorch", "_current_level", "_hf_hook",
+    "_features", "_engine", "_room",
 }  # fmt: skip
 """Private names of torch, accelerate and fastgen itself."""
 
 
 def private_names(folder: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield (file, line, name) of private names that the files of a folder use and none of them defines."""
+    """Yield (file, line, name) of private names that files of a folder use but do not define."""
     trees = {
         file: ast.parse(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("*.py"))
     }
@@ -58,7 +59,7 @@ def _defined(tree: ast.AST) -> Iterator[str]:
 
 
 def _name_in(node: ast.AST) -> str | None:
-    """The name that a node reads: of an attribute, of an import, or in a string."""
+    """Return the name that a node reads, as an attribute, an import or a string."""
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.alias):
@@ -90,7 +91,7 @@ def test_a_planted_private_name_is_found(tmp_path: Path, text: str) -> None:
 
 
 def test_no_other_module_asks_for_a_version() -> None:
-    """Of transformers: what differs by release is a field of `Release`."""
+    """Differences between releases of transformers are fields of `Release`."""
     for file in FOLDER.rglob("*.py"):
         assert file.name == "compat.py" or "__version__" not in file.read_text(encoding="utf-8"), (
             file.name
@@ -100,8 +101,8 @@ def test_no_other_module_asks_for_a_version() -> None:
 @pytest.mark.parametrize(
     ("version", "since"),
     [
-        ("5.17.0", "5.17"), ("5.22.2", "5.17"), ("5.23.0.dev0", "5.23"), ("5.23.1", "5.23"), ("5.24.0", "5.24"),
-        ("5.24.0.dev0", "5.24"), ("5.25.0", "5.24"), ("6.0.0", "5.24"),
+        ("5.17.0", "5.17"), ("5.22.2", "5.17"), ("5.23.0.dev0", "5.23"), ("5.23.1", "5.23"),
+        ("5.24.0", "5.24"), ("5.24.0.dev0", "5.24"), ("5.25.0", "5.24"), ("6.0.0", "5.24"),
     ],
 )  # fmt: skip
 def test_the_release_of_a_version(version: str, since: str) -> None:
@@ -122,8 +123,9 @@ def test_releases_are_in_order_and_supported() -> None:
 
 def test_the_cache_is_called_as_the_installed_release_calls_it() -> None:
     outputs = (
-        gu.GenerateDecoderOnlyOutput, gu.GenerateEncoderDecoderOutput, gu.GenerateBeamDecoderOnlyOutput,
-        gu.GenerateBeamEncoderDecoderOutput, CausalLMOutputWithPast, Seq2SeqLMOutput,
+        gu.GenerateDecoderOnlyOutput, gu.GenerateEncoderDecoderOutput,
+        gu.GenerateBeamDecoderOnlyOutput, gu.GenerateBeamEncoderDecoderOutput,
+        CausalLMOutputWithPast, Seq2SeqLMOutput,
     )  # fmt: skip
     for kind in outputs:
         assert CACHE in kind.__dataclass_fields__, kind.__name__
@@ -142,7 +144,7 @@ def test_what_the_installed_release_does_is_what_is_said_of_it() -> None:
 
 
 def test_drawn_beams_are_ordered_as_in_the_installed_release() -> None:
-    """Of three very unlike candidates the order of the draw and that of the scores differ for some seed."""
+    """With three very different candidates, draw order and score order differ for some seed."""
     scores = torch.log_softmax(torch.tensor([[0.0, 2.0, 4.0, 1.0]]), -1)
     model = zoo.build("bart")
     ordered: set[bool] = set()
@@ -153,8 +155,9 @@ def test_drawn_beams_are_ordered_as_in_the_installed_release() -> None:
             torch.zeros(1, 1, 2, dtype=torch.int32),
         )
         values = model._get_top_k_continuations(  # pyright: ignore[reportPrivateUsage]
-            accumulated_log_probs=scores, running_sequences=texts, running_beam_indices=beams, cur_len=1,
-            decoder_prompt_len=1, do_sample=True, beams_to_keep=3, num_beams=1, batch_size=1, vocab_size=4,
+            accumulated_log_probs=scores, running_sequences=texts, running_beam_indices=beams,
+            cur_len=1, decoder_prompt_len=1, do_sample=True, beams_to_keep=3, num_beams=1,
+            batch_size=1, vocab_size=4,
         )[0]  # fmt: skip
         ordered.add(bool((values[0].diff() <= 0).all()))
     assert ordered == ({True} if INSTALLED.ranks_drawn_beams else {True, False})
@@ -165,7 +168,7 @@ def test_drawn_beams_are_ordered_as_in_the_installed_release() -> None:
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_a_cache_by_either_name(family: str, name: str, options: dict[str, Any]) -> None:
-    """What the installed release takes is taken, and the output has the field that it has in stock."""
+    """Arguments that the installed release accepts work, and the output has stock's field."""
     model = zoo.build(family)
     encoder_decoder = model.config.is_encoder_decoder
     cache = (
@@ -195,7 +198,7 @@ MATRIX = {
 @pytest.mark.parametrize("family", ["bart", "marian", "t5", "gpt2", "llama", "qwen3"])
 @pytest.mark.parametrize("options", MATRIX.values(), ids=MATRIX.keys())
 def test_what_people_run_is_run_here(family: str, options: dict[str, Any]) -> None:
-    """On the installed release, whichever it is, these calls are fastgen's, and their output is stock's."""
+    """fastgen serves these calls on the installed release, with stock's output."""
     model = zoo.build(family)
     before = hits(), fallbacks()
     result = assert_same(model, zoo.batch(model, 3, 7) | options | {"max_new_tokens": 8})
@@ -206,7 +209,7 @@ def test_what_people_run_is_run_here(family: str, options: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("family", ["bart", "marian", "t5", "gpt2", "llama", "qwen3"])
 def test_diverse_beams_run_here(family: str) -> None:
-    """Which transformers has no more; `test_restored.py` compares them with what was recorded."""
+    """transformers has removed them; `test_restored.py` compares them with recorded output."""
     model = zoo.build(family)
     before = hits(), fallbacks()
     options = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "max_new_tokens": 6}

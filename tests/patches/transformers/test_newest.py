@@ -1,4 +1,4 @@
-"""`python -m tests.newest` checks a release of transformers in a folder of its own before its tests run."""
+"""Check how `python -m tests.newest` verifies a release of transformers in its own folder."""
 
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +15,7 @@ TORCH = metadata.version("torch")
 
 
 def lay(folder: Path, name: str, version: str, *requirements: str) -> None:
-    """Write what pip writes about a package that it installs into a folder."""
+    """Write the metadata that pip writes for a package installed into a folder."""
     about = folder / f"{name}-{version}.dist-info"
     about.mkdir(parents=True)
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]

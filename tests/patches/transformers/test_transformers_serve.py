@@ -1,4 +1,4 @@
-"""`transformers serve` with fastgen: accelerated, and the same answers."""
+"""Check `transformers serve` with fastgen: accelerated, with the same answers."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def _until_it_answers(address: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama that chats."""
+    """Return the folder of a tiny Llama for chats."""
     tokenizer = tf.AutoTokenizer.from_pretrained(TOKENIZER)
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
@@ -83,7 +83,7 @@ def address(folder: Path) -> Iterator[str]:
 
 
 def _ask(address: str, folder: Path, endpoint: str, **more: Any) -> str:
-    """The text of a greedy answer; a streamed one's pieces are put together."""
+    """Return the text of a greedy answer; join the pieces of a streamed one."""
     body = ENDPOINTS[endpoint] | {"model": str(folder), "temperature": 0} | more
     found = httpx.post(f"{address}/v1/{endpoint}", json=body, timeout=60)
     assert found.status_code == 200, found.text
@@ -98,7 +98,10 @@ def _ask(address: str, folder: Path, endpoint: str, **more: Any) -> str:
 
 
 def _idle(patch: str) -> Any:
-    """The patch's row once no call runs: a stream's last piece is sent before the call has ended."""
+    """Return the patch's status row once no call runs.
+
+    The last piece of a stream is sent before the call ends.
+    """
     end = time.monotonic() + 10
     while True:
         try:
@@ -128,7 +131,7 @@ def test_answers_are_the_same_and_accelerated(
     after = _idle("transformers.sample")
     assert (after.hits, after.fallbacks) == (before.hits + 1, before.fallbacks)
     modules = [why for why in after.left_off if "the model gets tokenizer" in why]
-    assert modules == []  # its steps are made from the weights
+    assert modules == []  # its steps run from the weights
     fastgen.disable()
     try:
         assert _ask(address, folder, endpoint, stream=stream) == ours
@@ -168,7 +171,7 @@ def test_the_command(address: str, folder: Path) -> None:
 
 
 def test_beams_are_streamed(address: str, folder: Path) -> None:
-    """A generation config with several beams, which transformers does not stream: the same text, in pieces."""
+    """transformers does not stream several beams; fastgen streams the same text in pieces."""
     config = tf.GenerationConfig(
         num_beams=3, max_new_tokens=20, pad_token_id=0, eos_token_id=zoo.EOS
     ).to_json_string()

@@ -1,4 +1,7 @@
-"""Big-little decoding in `generate`: each text as its definition makes it from the live models, uncached and alone."""
+"""Compare big-little decoding in `generate` with its definition.
+
+The definition runs the live models on each text by itself, without a cache.
+"""
 
 import copy
 import math
@@ -34,7 +37,7 @@ NEW = 14
 
 
 def pair(family: str, seed: int = 0, apart: float = 0.1) -> tuple[Any, Any]:
-    """A model and another one like it, whose weights are a little different."""
+    """Return a model and a copy whose weights are perturbed slightly."""
     large = zoo.build(family, seed=seed)
     if getattr(large.config, "sliding_window", None):
         large.config.sliding_window = 64  # longer than the texts here
@@ -52,7 +55,10 @@ def pair(family: str, seed: int = 0, apart: float = 0.1) -> tuple[Any, Any]:
 def scores_of(
     model: Any, inputs: dict[str, Tensor], row: int, edit: Callable[[Tensor, Tensor], Tensor]
 ) -> Scores:
-    """What a model says of the token behind a text of one row: uncached, unpadded, by its own forward."""
+    """Return a function from a text of one row to a model's next-token scores.
+
+    It uses the model's `forward`, uncached and unpadded.
+    """
     source = inputs["input_ids"][row][inputs["attention_mask"][row].bool()][None]
     prompt = zoo.START if model.config.is_encoder_decoder else None
 
@@ -73,15 +79,15 @@ def unedited(_: Tensor, scores: Tensor) -> Tensor:
 
 
 def expected(
-    large: Any, small: Any, inputs: dict[str, Tensor], fallback: float, rollback: float, max_draft: int,
-    edit: Callable[[Tensor, Tensor], Tensor] = unedited, paper_compat: bool = False,
+    large: Any, small: Any, inputs: dict[str, Tensor], fallback: float, rollback: float,
+    max_draft: int, edit: Callable[[Tensor, Tensor], Tensor] = unedited, paper_compat: bool = False,
 ) -> list[tuple[list[int], dict[str, int]]]:  # fmt: skip
-    """The tokens of each row, and its counts, by the definition."""
+    """Return the tokens and event counts of each row, by definition."""
     found: list[tuple[list[int], dict[str, int]]] = []
     for row, ids in enumerate(inputs["input_ids"].tolist()):
         prompt = [zoo.START] if large.config.is_encoder_decoder else ids
         longest = len(prompt) + NEW
-        ends = lambda text, longest=longest: text[-1] in ENDS or len(text) == longest
+        ends = lambda text, longest=longest: text[-1] in ENDS or len(text) == longest  # noqa: E731
         models = [scores_of(model, inputs, row, edit) for model in (large, small)]
         tokens, events = bild(*models, prompt, ends, fallback, rollback, max_draft, paper_compat)
         kinds = [kind for kind, _, _ in events]
@@ -93,7 +99,7 @@ def expected(
 def generated(
     large: Any, inputs: dict[str, Tensor], **options: Any
 ) -> list[tuple[list[int], dict[str, int]]]:
-    """The tokens of each row, and its counts, by `generate`."""
+    """Return the tokens and event counts of each row, by `generate`."""
     settings = {
         "max_new_tokens": NEW,
         "eos_token_id": ENDS,
@@ -115,7 +121,7 @@ def generated(
 
 
 def greedy(large: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
-    """The untouched toolkit's greedy output."""
+    """Return the greedy output of unpatched transformers."""
     with fastgen.disabled():
         return large.generate(
             **inputs, max_new_tokens=NEW, eos_token_id=ENDS, num_beams=1, **options
@@ -129,7 +135,7 @@ def test_every_text_is_that_of_the_definition(family: str) -> None:
     large, small = pair(family)
     inputs = zoo.batch(large, 4, 9)
     if family.startswith("gemma"):
-        inputs = zoo.batch(large, 4, 9, padding="none")  # whose own forward gives NaN for padding
+        inputs = zoo.batch(large, 4, 9, padding="none")  # its own `forward` gives NaN for padding
     if family == "umt5" and not torch.equal(
         greedy(large, inputs), greedy(large, inputs, use_cache=False)
     ):
@@ -154,8 +160,8 @@ def test_lossless_is_the_large_models_greedy_output(family: str) -> None:
     for inputs in (zoo.batch(large, 5, 7, padding, seed=1), zoo.batch(large, 1, 7)):
         options = {"max_new_tokens": NEW, "eos_token_id": ENDS, "num_beams": 1}
         output = large.generate(
-            **inputs, assistant_model=small, lossless=True, fallback_threshold=0.2, adaptive_draft=False,
-            return_dict_in_generate=True, **options,
+            **inputs, assistant_model=small, lossless=True, fallback_threshold=0.2,
+            adaptive_draft=False, return_dict_in_generate=True, **options,
         )  # fmt: skip
         assert torch.equal(output.sequences, greedy(large, inputs))
         assert int(output.bild["drafted"].sum()) > 0
@@ -200,7 +206,7 @@ def test_processors_look_at_drafts_and_checks_alike(family: str, name: str) -> N
     assert found == expected(large, small, inputs, 0.3, 1.5, 6, processors)
     if name == "a minimal length":
         assert {len(tokens) for tokens, _ in found} == {NEW}
-    elif name != "a temperature":  # which does not change what is likeliest
+    elif name != "a temperature":  # a temperature does not change the most likely token
         assert [tokens for tokens, _ in found] != [
             tokens for tokens, _ in generated(large, inputs, assistant_model=small, **options)
         ]
@@ -208,7 +214,7 @@ def test_processors_look_at_drafts_and_checks_alike(family: str, name: str) -> N
 
 @pytest.mark.parametrize("padding", ["none", "natural"])
 def test_a_penalty_passes_over_the_padding_of_each_text(padding: str) -> None:
-    """The newest transformers tells its processor where each prompt begins."""
+    """transformers' newest release passes the start of each prompt to its processor."""
     large, small = pair("llama", seed=4)
     inputs, options = (
         zoo.batch(large, 5, 9, padding),
@@ -226,7 +232,7 @@ def test_a_penalty_passes_over_the_padding_of_each_text(padding: str) -> None:
 
 
 def _exit_of(model: Any, layers: int) -> Any:
-    """A model of the first layers, by its own modules."""
+    """Return a model of the first layers only, run through its own modules."""
     early = copy.deepcopy(model)
     decoder = early.get_decoder() if early.config.is_encoder_decoder else early
     decoder = getattr(
@@ -278,7 +284,7 @@ def test_rows_are_what_they_are_alone() -> None:
 
 
 class _Late(Pace):
-    """Drafts begin in the seventh round."""
+    """A pace that starts drafting in the seventh round."""
 
     rounds = 0
 
@@ -325,10 +331,9 @@ def test_vocabularies_may_be_padded_differently(more: int) -> None:
     large, small = pair("gpt2", seed=5, apart=0.02)
     rows = small.config.vocab_size + more
     small.resize_token_embeddings(rows, mean_resizing=False)
+    # These tokens would always be chosen if they were considered.
     with torch.no_grad():
-        small.transformer.wte.weight[zoo.VOCABULARY :] = (
-            1e3  # were they looked at, they would be chosen
-        )
+        small.transformer.wte.weight[zoo.VOCABULARY :] = 1e3
     inputs = {
         "input_ids": torch.randint(4, 90, (2, 6)),
         "attention_mask": torch.ones(2, 6, dtype=torch.int64),
@@ -371,8 +376,8 @@ def test_the_generation_config_may_ask() -> None:
     }
     found = generated(large, inputs, **options)
     settings = tf.GenerationConfig(
-        fallback_threshold=0.35, rollback_threshold=1.0, max_draft=3, decoder_start_token_id=zoo.START,
-        pad_token_id=zoo.PAD,
+        fallback_threshold=0.35, rollback_threshold=1.0, max_draft=3,
+        decoder_start_token_id=zoo.START, pad_token_id=zoo.PAD,
     )  # fmt: skip
     assert generated(large, inputs, assistant_model=small, generation_config=settings) == found
     assert (
@@ -414,8 +419,8 @@ def test_sampling_is_that_of_the_random_state() -> None:
         torch.manual_seed(seed)
         found.append(
             large.generate(
-                **inputs, assistant_model=small, lossless=True, fallback_threshold=0.1, do_sample=True, top_k=20,
-                max_new_tokens=NEW,
+                **inputs, assistant_model=small, lossless=True, fallback_threshold=0.1,
+                do_sample=True, top_k=20, max_new_tokens=NEW,
             )
         )  # fmt: skip
     assert torch.equal(found[0], found[1])
@@ -475,32 +480,53 @@ class _Vocabulary:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "a fallback above 1": ({"fallback_threshold": 1.5}, ValueError, "fallback_threshold is 1.5; it must be from 0"),
+    "a fallback above 1": (
+        {"fallback_threshold": 1.5}, ValueError, "fallback_threshold is 1.5; it must be from 0"
+    ),
     "a negative fallback": ({"fallback_threshold": -0.1}, ValueError, "fallback_threshold is -0.1"),
     "no number": ({"fallback_threshold": math.nan}, ValueError, "fallback_threshold is nan"),
-    "a fallback that is text": ({"fallback_threshold": "0.6"}, TypeError, "fallback_threshold is a str, '0.6'"),
-    "a negative rollback": ({"rollback_threshold": -1.0}, ValueError, "rollback_threshold is -1.0; it must be 0"),
+    "a fallback that is text": (
+        {"fallback_threshold": "0.6"}, TypeError, "fallback_threshold is a str, '0.6'"
+    ),
+    "a negative rollback": (
+        {"rollback_threshold": -1.0}, ValueError, "rollback_threshold is -1.0; it must be 0"
+    ),
     "no draft": ({"max_draft": 0}, ValueError, "max_draft is 0; it must be 1 or more"),
     "half a token": ({"max_draft": 2.5}, TypeError, "max_draft is a float, 2.5"),
-    "two rollbacks": ({"lossless": True, "rollback_threshold": 2.0}, ValueError, "rollback_threshold=2.0 would keep"),
-    "a clock that would change the output": (
-        {"fallback_threshold": 0.5, "adaptive_draft": True}, ValueError, "adaptive_draft=True goes by the clock"
+    "two rollbacks": (
+        {"lossless": True, "rollback_threshold": 2.0}, ValueError,
+        "rollback_threshold=2.0 would keep"
     ),
-    "beams": ({"fallback_threshold": 0.5, "num_beams": 4}, ValueError, "num_beams is 4, and must be 1"),
+    "a clock that would change the output": (
+        {"fallback_threshold": 0.5, "adaptive_draft": True}, ValueError,
+        "adaptive_draft=True goes by the clock"
+    ),
+    "beams": (
+        {"fallback_threshold": 0.5, "num_beams": 4}, ValueError, "num_beams is 4, and must be 1"
+    ),
     "samples": (
-        {"lossless": True, "do_sample": True, "num_return_sequences": 2}, ValueError, "num_return_sequences is 2"
+        {"lossless": True, "do_sample": True, "num_return_sequences": 2}, ValueError,
+        "num_return_sequences is 2"
     ),
     "scores": (
-        {"lossless": True, "return_dict_in_generate": True, "output_scores": True}, ValueError, "output_scores=True"
+        {"lossless": True, "return_dict_in_generate": True, "output_scores": True}, ValueError,
+        "output_scores=True"
     ),
-    "no small model": ({"fallback_threshold": 0.5, "assistant_model": None}, ValueError, "got neither"),
-    "two small models": ({"fallback_threshold": 0.5, "assistant_early_exit": 1}, ValueError, "got both"),
+    "no small model": (
+        {"fallback_threshold": 0.5, "assistant_model": None}, ValueError, "got neither"
+    ),
+    "two small models": (
+        {"fallback_threshold": 0.5, "assistant_early_exit": 1}, ValueError, "got both"
+    ),
     "an exit behind the last layer": (
         {"fallback_threshold": 0.5, "assistant_model": None, "assistant_early_exit": 2}, ValueError,
         "an exit behind layer 2 of a decoder of 2: it must be one of 1 to 1",
     ),
     "tokenizers": (
-        {"fallback_threshold": 0.5, "tokenizer": _Vocabulary(a=1, b=2), "assistant_tokenizer": _Vocabulary(a=1, b=3)},
+        {
+            "fallback_threshold": 0.5, "tokenizer": _Vocabulary(a=1, b=2),
+            "assistant_tokenizer": _Vocabulary(a=1, b=3),
+        },
         ValueError, "'b' is 2 to the large one and 3 to the small one",
     ),
     "a strange stop": (
@@ -511,7 +537,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError, "where a ConfidenceCriteria ends a text",
     ),
     "a processor of the batch": (
-        {"fallback_threshold": 0.5, "encoder_repetition_penalty": 1.5}, ValueError, "may look at the whole batch"
+        {"fallback_threshold": 0.5, "encoder_repetition_penalty": 1.5}, ValueError,
+        "may look at the whole batch"
     ),
     "no cache": ({"fallback_threshold": 0.5, "use_cache": False}, ValueError, "use_cache=False"),
 }  # fmt: skip
@@ -525,7 +552,7 @@ def test_what_cannot_be_is_said(name: str) -> None:
         large.generate(
             **zoo.batch(large, 3, 5), **{"assistant_model": small, "max_new_tokens": 5} | options
         )
-    inputs = zoo.batch(large, 3, 5)  # and nothing is left behind
+    inputs = zoo.batch(large, 3, 5)  # nothing is left behind
     assert torch.equal(
         large.generate(**inputs, max_new_tokens=NEW, eos_token_id=ENDS), greedy(large, inputs)
     )
@@ -548,7 +575,8 @@ EXPLAINED: dict[str, tuple[dict[str, Any], str]] = {
     "lossless": ({"lossless": True}, "big-little decoding"),
     "drawn": ({"lossless": True, "do_sample": True}, "big-little decoding"),
     "first layers": (
-        {"assistant_model": None, "assistant_early_exit": 1, "lossless": True}, "big-little decoding"
+        {"assistant_model": None, "assistant_early_exit": 1, "lossless": True},
+        "big-little decoding"
     ),
     "beams": ({"lossless": True, "num_beams": 3, "speculative_beams": True}, "beam search"),
 }  # fmt: skip
@@ -756,7 +784,7 @@ def test_a_small_model_with_settings_of_its_own() -> None:
 
 
 class _Counting(tf.LogitsProcessor):
-    """One that remembers how often it was asked."""
+    """A processor that could keep state between calls."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores
@@ -783,14 +811,17 @@ def test_a_processor_that_may_remember_is_refused() -> None:
     large, small = pair("gpt2")
     with pytest.raises(ValueError, match="_Counting may remember"):
         large.generate(
-            **zoo.batch(large, 1, 5), assistant_model=small, lossless=True, logits_processor=[_Counting()],
-            max_new_tokens=5,
+            **zoo.batch(large, 1, 5), assistant_model=small, lossless=True,
+            logits_processor=[_Counting()], max_new_tokens=5,
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["bart", "llama"])
 def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> None:
-    """It has lost enough by drafts; output, fields and counts are those of a call that might draft."""
+    """A model that lost time with drafts stops drafting.
+
+    Output, fields and counts equal those of a call that drafts.
+    """
     large, small = pair(family, seed=2, apart=0.03)
     inputs = zoo.batch(large, 5, 7, seed=1)
     call = {

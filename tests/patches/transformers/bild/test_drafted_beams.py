@@ -1,4 +1,7 @@
-"""Beam search whose steps a small model drafts: the search gets the logits it asks for, and no output changes."""
+"""Check beam search with drafted steps.
+
+The search gets the large model's logits, and no output changes.
+"""
 
 import random
 from typing import Any
@@ -18,7 +21,7 @@ VOCABULARY = 11
 
 
 class ToyTree:
-    """A toy over texts that branch; each sentence's prompt is its number."""
+    """A tree of continuations of a toy model; the prompt of each sentence is its index."""
 
     def __init__(self, toy: Toy, sentences: int) -> None:
         self.toy = toy
@@ -66,7 +69,7 @@ def test_every_text_gets_the_large_models_logits(seed: int) -> None:
     for _ in range(8):
         parents = [[rng.randrange(beams) for _ in range(beams)] for _ in range(sentences)]
         likely = rng.random() < 0.7
-        for b in range(sentences):  # mostly what a search would choose, now and then anything
+        for b in range(sentences):  # mostly the choice of a search, sometimes a random one
             before = [texts[b][parent] for parent in parents[b]]
             tokens = [
                 int(large(text).argmax()) if likely else rng.randrange(VOCABULARY)
@@ -78,7 +81,7 @@ def test_every_text_gets_the_large_models_logits(seed: int) -> None:
         logits = drafted.step(ids)
         for row, text in enumerate(ids.tolist()):
             assert torch.equal(logits[row], large(text))
-        logits.fill_(torch.nan)  # they are the caller's, who may edit them
+        logits.fill_(torch.nan)  # the caller owns the logits and may modify them
     assert drafted.passes.steps == 8
     assert drafted.passes.large_calls <= 8
 
@@ -142,8 +145,9 @@ def test_every_family(family: str) -> None:
 def test_options_of_beam_search(seed: int) -> None:
     large, small = pair("bart", seed=seed, apart=0.02)
     options = [
-        {"early_stopping": True}, {"length_penalty": 2.0, "early_stopping": "never"}, {"repetition_penalty": 1.5},
-        {"do_sample": True, "top_k": 20}, {"min_new_tokens": 8}, {"bad_words_ids": [[5], [6, 7]]},
+        {"early_stopping": True}, {"length_penalty": 2.0, "early_stopping": "never"},
+        {"repetition_penalty": 1.5}, {"do_sample": True, "top_k": 20}, {"min_new_tokens": 8},
+        {"bad_words_ids": [[5], [6, 7]]},
     ]  # fmt: skip
     _assert_same(
         large,
@@ -158,8 +162,8 @@ def test_steps_are_saved() -> None:
     large, _ = pair("gpt2")
     before = fastgen.status().bild
     large.generate(
-        **zoo.batch(large, 1, 5), max_new_tokens=NEW, num_beams=2, assistant_model=large, lossless=True,
-        speculative_beams=True,
+        **zoo.batch(large, 1, 5), max_new_tokens=NEW, num_beams=2, assistant_model=large,
+        lossless=True, speculative_beams=True,
     )  # fmt: skip
     after = fastgen.status().bild
     gained = {name: after[name] - before.get(name, 0) for name in ("beam_steps", "large_calls")}

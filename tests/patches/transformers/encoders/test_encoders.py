@@ -1,4 +1,7 @@
-"""Encoders from their weights: the same output, no padding that nobody reads, and never where it does not pay."""
+"""Check encoders that run from their weights.
+
+Outputs are equal, unread padding is skipped, and calls that would not gain are left alone.
+"""
 
 import pathlib
 from collections.abc import Callable
@@ -29,13 +32,13 @@ MEASURED = {name: getattr(encoders, name) for name in ("READING", "CALL", "LOOK"
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models of tests are too small for anything to pay: let it."""
+    """Treat every call as worth accelerating, since the models of tests are too small."""
     for name, value in (("READING", -1), ("CALL", 0), ("LOOK", -1)):
         monkeypatch.setattr(encoders, name, value)
 
 
 def _batch(padding: str = "right") -> dict[str, Tensor]:
-    """Six sentences: padded on a side, on both, or of one length."""
+    """Return six sentences, padded on one or both sides, or of equal length."""
     ids = torch.randint(4, zoo.VOCABULARY, (6, 17), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     for row, length in enumerate(LENGTHS if padding != "none" else ()):
@@ -81,7 +84,7 @@ def test_the_output_is_the_same_at_every_position(family: str, head: str, paddin
 
 
 class _Rows(TorchDispatchMode):
-    """Adds up the rows of all matrix products with a weight."""
+    """Counts the rows of all matrix products with a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,21 +98,24 @@ class _Rows(TorchDispatchMode):
 
 def _rows(model: Any, batch: dict[str, Any]) -> int:
     with torch.no_grad():
-        model(**batch)  # the first call compares
+        model(**batch)  # the first call runs the equivalence check
         with _Rows() as counted:
             model(**batch)
     return counted.rows
 
 
 def test_only_what_is_read_is_computed() -> None:
-    """Of two layers with six products each: padding in none of them, in the last one four for first positions alone."""
+    """Count rows over two layers with six products each.
+
+    No product computes padding. In the last layer four products compute first positions only.
+    """
     sentences, heads = len(LENGTHS), 2 * len(LENGTHS)
     first = 6 * TOKENS + 2 * TOKENS + 4 * sentences + heads
     assert _rows(zoo.encoder("Bert", "ForSequenceClassification"), _batch()) == first
-    # On the other side the first position is padding, which has queries and no keys.
+    # With left padding the first position is padding, which has queries but no keys.
     added = 4 * PADDED
     assert _rows(zoo.encoder("Bert", "ForSequenceClassification"), _batch("left")) == first + added
-    # Padding that goes in alike comes out alike; elsewhere all of it is the user's to read.
+    # Equal padding inputs give equal outputs; otherwise a user may read all padding.
     heads = sentences + sentences * 17
     assert _rows(zoo.encoder("Roberta", "Model"), _batch()) == 12 * TOKENS + 8 * PADDED + sentences
     positions = sentences * 17
@@ -182,7 +188,7 @@ def test_a_changed_model_runs_its_own_layers(change: Callable[[Any], None], reas
         ({"output_attentions": True}, "hidden states or attentions are returned"),
         (
             {"attention_mask": torch.ones(6, 1, 17, 17).tril().bool()},
-            "an attention mask of its own",  # which is added here
+            "an attention mask of its own",  # this one is causal
         ),
         ({"attention_mask": torch.zeros(6, 17)}, "a sentence of padding alone"),
     ],
@@ -266,7 +272,7 @@ def test_a_weight_that_changes_between_calls(dtype: torch.dtype) -> None:
 
 
 def test_small_calls_are_left_alone_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the costs that were measured, nothing pays in a model of this size."""
+    """With the measured costs, no call of a model of this size is worth accelerating."""
     for name, value in MEASURED.items():
         monkeypatch.setattr(encoders, name, value)
     hits, left = _row("encoder.bert").hits, dict(_row("encoder.bert").left_off)
@@ -354,9 +360,8 @@ def test_the_trainer_predicts_the_same(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize(
-    "family", sorted(zoo.ENCODER_DECODERS.keys() - {"unilm"})
-)  # whose encoder embeds, no more
+# the encoder of unilm only embeds its input
+@pytest.mark.parametrize("family", sorted(zoo.ENCODER_DECODERS.keys() - {"unilm"}))
 def test_generate_encodes_no_padding(family: str, padding: str) -> None:
     model = zoo.build(family)
     call: dict[str, Any] = zoo.batch(model, 4, 9, padding) | {"max_new_tokens": 5, "num_beams": 2}
@@ -367,7 +372,7 @@ def test_generate_encodes_no_padding(family: str, padding: str) -> None:
 
 
 def _rows_of_source(model: Any, call: dict[str, Any]) -> int:
-    """The rows of the encoder's last product."""
+    """Return the number of rows in the encoder's last product."""
     counted, apply = list[int](), Own.apply
     last = [module for module in model.get_encoder().modules() if isinstance(module, nn.Linear)][-1]
 
@@ -383,7 +388,7 @@ def _rows_of_source(model: Any, call: dict[str, Any]) -> int:
 
 
 def test_generate_encodes_padding_where_it_is_seen() -> None:
-    """The cache that comes back holds keys and values of padding."""
+    """The returned cache holds keys and values of padding."""
     model = zoo.build("bart")
     hits = _row("source").hits
     call: dict[str, Any] = zoo.batch(model, 4, 9) | {
@@ -402,7 +407,7 @@ def test_generate_encodes_padding_where_it_is_seen() -> None:
 
 
 def test_an_encoder_of_bert_s_kind_beside_a_decoder() -> None:
-    """Whose record is of the layers alone: `generate` of the pair runs it as it is."""
+    """The record covers the layers only, so `generate` of the pair runs the encoder unchanged."""
     options: dict[str, Any] = zoo._ENCODER | {"bos_token_id": 1, "eos_token_id": 2}
     decoder = tf.RobertaConfig(**options, is_decoder=True, add_cross_attention=True)
     torch.manual_seed(0)
@@ -417,7 +422,7 @@ def test_an_encoder_of_bert_s_kind_beside_a_decoder() -> None:
 
 
 def _wide(attention: str = "eager") -> Any:
-    """An encoder whose calls are worth to be made faster."""
+    """Return an encoder wide enough to be accelerated."""
     sizes = {
         "hidden_size": 768,
         "num_attention_heads": 12,
@@ -463,7 +468,7 @@ def test_a_forward_that_somebody_put_there_before_is_theirs() -> None:
 
 
 def test_what_products_save_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same batch without padding: where products save less, two layers are not worth reading."""
+    """With smaller savings per product, two layers without padding are not worth reading."""
     for name, value in MEASURED.items():
         monkeypatch.setattr(encoders, name, value)
     weights = encoders.weights_of(256)

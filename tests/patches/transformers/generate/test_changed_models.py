@@ -1,6 +1,7 @@
-"""Models that somebody has changed: layers taken out or exchanged, quantised, in training mode, with own parts.
+"""Check models that a user has changed.
 
-Each generates as transformers alone does, and what is left off is said.
+Layers are removed, exchanged or quantized, models are in training mode, or parts have custom code.
+Each model generates as unpatched transformers does, and disabled features are reported.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,15 +23,14 @@ BEAMS: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 8}
 GREEDY: dict[str, Any] = {"max_new_tokens": 8}
 ASKED = {"greedy": GREEDY, "beams": BEAMS, "with a dict": BEAMS | {"return_dict_in_generate": True}}
 LAYERS = {
-    "llama": "model.layers", "gpt2": "transformer.h", "bart": "model.decoder.layers", "marian": "model.decoder.layers",
-    "t5": "decoder.block", "gpt_neo": "transformer.h",
+    "llama": "model.layers", "gpt2": "transformer.h", "bart": "model.decoder.layers",
+    "marian": "model.decoder.layers", "t5": "decoder.block", "gpt_neo": "transformer.h",
 }  # fmt: skip
 
 
 def _check(model: Any, more: dict[str, Any], sentences: int = 3) -> Any:
-    tolerance = (
-        1e-4 if model.config.model_type == "gpt_neo" else 1e-9
-    )  # which computes attention in float32
+    # GPT-Neo computes attention in fp32.
+    tolerance = 1e-4 if model.config.model_type == "gpt_neo" else 1e-9
     return assert_same(model, zoo.batch(model, sentences, 7) | more, tolerance=tolerance).value
 
 
@@ -43,7 +43,7 @@ def _replaced(model: Any, path: str, layers: list[nn.Module]) -> None:
 @pytest.mark.parametrize("family", LAYERS)
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_layer_taken_out(family: str, asked: str, warm: bool) -> None:
-    """Those behind it keep their numbers, as in distilled models, so that there is a gap in the cache."""
+    """The remaining layers keep their indices, as in distilled models: the cache has a gap."""
     model = zoo.build(family)
     if warm:
         _check(model, ASKED[asked])
@@ -59,9 +59,8 @@ def test_a_layer_taken_out(family: str, asked: str, warm: bool) -> None:
 
 
 @pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize(
-    "family", [family for family in LAYERS if family != "t5"]
-)  # whose first layer has the bias
+# The first layer of T5 holds the relative position bias.
+@pytest.mark.parametrize("family", [family for family in LAYERS if family != "t5"])
 def test_layers_exchanged_between_calls(family: str, asked: str) -> None:
     model = zoo.build(family)
     _check(model, ASKED[asked])
@@ -80,7 +79,10 @@ def test_layers_exchanged_between_calls(family: str, asked: str) -> None:
     ],
 )
 def test_training_mode(family: str, more: dict[str, Any]) -> None:
-    """Each row draws its own dropout, also of the prompt; a model without dropout shares, and lets sentences go."""
+    """With dropout each row draws its own, in the prompt as well.
+
+    A model without dropout shares the cache, and finished sentences leave.
+    """
     model = zoo.build(family).train()
     for module in model.modules():
         if family != "llama" and isinstance(module, nn.Dropout):
@@ -97,7 +99,7 @@ def test_training_mode(family: str, more: dict[str, Any]) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bart", "t5"])
 def test_dynamic_quantisation(family: str) -> None:
-    """One scale for the activations of all rows: none may leave."""
+    """The activations of all rows share one scale, so no row may leave."""
     model = torch.ao.quantization.quantize_dynamic(
         zoo.build(family, torch.float32), {nn.Linear}, dtype=torch.qint8
     )
@@ -143,7 +145,7 @@ def test_code_that_looks_at_the_whole_batch(
             | {"eos_token_id": list(range(2, 14)), "max_new_tokens": 12}
         )
         assert_same(model, given)
-    if (family, how) == ("bart", "class"):  # torch's own class, which all models have
+    if (family, how) == ("bart", "class"):  # torch's own class, which all models use
         assert any("LayerNorm.forward was replaced by" in new for new in fallbacks() - replaced)
     else:
         assert any(new.endswith("may look at the whole batch") for new in left_off() - before)
@@ -152,7 +154,7 @@ def test_code_that_looks_at_the_whole_batch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", ["t5", "mt5", "bart", "fsmt", "led", "mvp", "prophetnet"])
 def test_a_source_of_padding_alone(family: str, dtype: torch.dtype) -> None:
-    """Families differ in what attention makes of it."""
+    """Families treat such a source differently in attention."""
     model = zoo.build(family, dtype)
     given = zoo.batch(model, 3, 7)
     for more in (GREEDY, BEAMS):
@@ -164,7 +166,7 @@ def test_a_source_of_padding_alone(family: str, dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def sdpa() -> Iterator[Callable[[], None]]:
-    """Puts another attention function in the place of `sdpa`, for the time of a test."""
+    """Replace the attention function `sdpa` for the duration of a test."""
     original: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def louder(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +200,7 @@ def test_an_eager_attention_function_of_its_own_for_a_while(
 ) -> None:
     model = zoo.build("llama")
     model.set_attn_implementation("eager")
-    given = zoo.batch(model, 3, 7, "none") | more  # padding on the left makes its logits NaN
+    given = zoo.batch(model, 3, 7, "none") | more  # left padding makes its logits NaN
     assert_same(model, given)
     original: Any = modeling_llama.eager_attention_forward
     before = left_off()
@@ -241,7 +243,7 @@ def test_an_attention_function_of_its_own_in_an_encoder(sdpa: Any) -> None:
 
 
 def _noisy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A search whose candidates somebody else chooses."""
+    """Wrap the choice of candidates with noise."""
 
     def chosen(self: Any, accumulated_log_probs: Tensor, *args: Any, **kwargs: Any) -> Any:
         noise = torch.rand(accumulated_log_probs.shape, generator=torch.Generator().manual_seed(0))
@@ -251,12 +253,12 @@ def _noisy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _over(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A loop that somebody has ended."""
+    """Replace the check of a loop so that it ends at once."""
     return lambda self, *args, **kwargs: False
 
 
 def _turned(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Logits in another order."""
+    """Wrap a forward so that it reverses the logits."""
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = original(self, *args, **kwargs)
@@ -290,7 +292,7 @@ def test_a_method_of_a_users_class(family: str, name: str, make: Any, more: dict
 
 @pytest.mark.parametrize("asked", ["greedy", "beams"])
 def test_a_forward_of_a_user_under_a_decorator_of_transformers(asked: str) -> None:
-    """The decorator's own function is transformers'; what it wraps, which changes the text, is not."""
+    """The decorator is transformers' own; the wrapped `forward`, which changes the text, is not."""
 
     class Attention(modeling_llama.LlamaAttention):
         @can_return_tuple

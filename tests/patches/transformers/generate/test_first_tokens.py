@@ -1,4 +1,7 @@
-"""`forced_bos_token_id` as a list: each sentence of a batch has the output that it has alone, with its own token."""
+"""Check `forced_bos_token_id` as a list.
+
+Each sentence of a batch has the output that it has alone, with its own token.
+"""
 
 import copy
 from typing import Any
@@ -47,7 +50,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def _alone(model: Any, inputs: dict[str, Tensor], options: dict[str, Any]) -> list[Tensor]:
-    """What unpatched transformers gives for each sentence, with its language."""
+    """Return the output of unpatched transformers for each sentence with its language."""
     with fastgen.disabled():
         return [
             model.generate(
@@ -62,7 +65,7 @@ def _alone(model: Any, inputs: dict[str, Tensor], options: dict[str, Any]) -> li
 def _assert_together(
     model: Any, inputs: dict[str, Tensor], options: dict[str, Any], languages: Any = LANGUAGES
 ) -> None:
-    """Assert that a batch gives what its sentences give alone, but for what fills it."""
+    """Assert that a batch has the output of its single sentences, except for padding."""
     together = model.generate(**inputs, **options, forced_bos_token_id=languages)
     copies = options.get("num_return_sequences", 1)
     for i, alone in enumerate(_alone(model, inputs, options)):
@@ -141,7 +144,7 @@ def test_a_generation_config_may_hold_it() -> None:
 
 @pytest.mark.parametrize("method", ["greedy", "beams"])
 def test_whichever_loop_runs(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own loops, by themselves and behind a fallback, and both in parity mode; scores too."""
+    """Run transformers' own loops, alone and after a fallback, and parity mode; compare scores."""
     model = zoo.build("m2m_100")
     kwargs = (
         zoo.batch(model, len(LANGUAGES), 6) | METHODS[method] | {"forced_bos_token_id": LANGUAGES}
@@ -171,14 +174,14 @@ def test_samples_begin_with_their_sentence_s_token() -> None:
 
 
 def test_one_token_in_a_list_is_for_all() -> None:
-    """As transformers has it."""
+    """transformers behaves the same."""
     model = zoo.build("m2m_100")
     kwargs = zoo.batch(model, 3, 6) | METHODS["beams"] | {"forced_bos_token_id": [7]}
     assert assert_same(model, kwargs).value[:, 1].tolist() == [7, 7, 7]
 
 
 def test_halves_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory runs out, the list goes with its sentences."""
+    """When memory runs out, the list is split with its sentences."""
     model = zoo.build("m2m_100")
     step = DecoderStep.__call__
 
@@ -192,7 +195,7 @@ def test_halves_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _assert_together(model, inputs, METHODS["transforms"])
     settings = copy.deepcopy(model.generation_config)
     settings.forced_bos_token_id = LANGUAGES
-    with pytest.raises(torch.OutOfMemoryError):  # a list that is not an argument is not cut
+    with pytest.raises(torch.OutOfMemoryError):  # only a list passed as an argument is split
         model.generate(**inputs, **METHODS["transforms"], generation_config=settings)
 
 
@@ -231,8 +234,8 @@ def test_big_little_decoding_takes_one_token_alone() -> None:
     model = zoo.build("m2m_100")
     with pytest.raises(ValueError, match="one forced_bos_token_id for all"):
         model.generate(
-            **zoo.batch(model, 2, 6), assistant_model=zoo.build("m2m_100", seed=1), lossless=True, max_new_tokens=3,
-            forced_bos_token_id=[7, 8],
+            **zoo.batch(model, 2, 6), assistant_model=zoo.build("m2m_100", seed=1), lossless=True,
+            max_new_tokens=3, forced_bos_token_id=[7, 8],
         )  # fmt: skip
 
 
@@ -254,7 +257,7 @@ def _sentences(count: int) -> tuple[list[list[int]], list[int]]:
 def _streamed_alone(
     model: Any, sentences: list[list[int]], first: list[int], options: dict[str, Any]
 ) -> list[Any]:
-    """What unpatched transformers gives for each sentence of a stream, with its language."""
+    """Return the output of unpatched transformers for each sentence of a stream."""
     with fastgen.disabled():
         return [
             next(fastgen.generate_stream(model, [s], scores=True, **options, forced_bos_token_id=t))
@@ -267,7 +270,7 @@ def _streamed_alone(
 def test_a_stream_has_one_for_each_sentence(
     family: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In batches that mix languages and refill."""
+    """Batches mix languages and refill."""
     together = start_soon(monkeypatch)
     model, options = zoo.build(family), STREAMED[method]
     sentences, first = _sentences(40)
@@ -330,7 +333,7 @@ def test_batches_of_one_language_where_they_cannot_mix(
 
 @pytest.mark.parametrize(("tokens", "yielded"), [(3, 0), (5, 4), (9, 8)])
 def test_a_stream_of_fewer_tokens_or_more_than_sentences(tokens: int, yielded: int) -> None:
-    """Found before anything of the window that shows it is yielded, and with nothing read too far."""
+    """The error precedes the results of its window, and nothing is read ahead of it."""
     model, read = zoo.build("m2m_100"), list[int]()
     first = (read.append(i) or 7 for i in range(tokens))
     stream = fastgen.generate_stream(
@@ -342,7 +345,7 @@ def test_a_stream_of_fewer_tokens_or_more_than_sentences(tokens: int, yielded: i
         ValueError,
         match=f"{tokens} tokens, and there are more" if tokens < 8 else "more tokens than",
     ):
-        found.extend(stream)  # which keeps what comes before the error
+        found.extend(stream)  # keeps the items that precede the error
     assert (len(found), len(read)) == (yielded, tokens)
 
 

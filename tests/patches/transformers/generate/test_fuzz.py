@@ -1,4 +1,4 @@
-"""The calls of `tests.fuzz`, drawn by hypothesis, which reduces what differs to its smallest call."""
+"""Run the calls of `tests.fuzz` under hypothesis, which shrinks a differing call."""
 
 from random import Random
 
@@ -15,7 +15,7 @@ EXAMPLES = 300
 
 
 class Sparse(Random):
-    """Hypothesis' random numbers, mirrored: the simplest of them, 0.0, chooses no option instead of every one."""
+    """Mirrored random numbers of hypothesis: the simplest one, 0.0, chooses no option."""
 
     def __init__(self, source: Random) -> None:
         self.source = source
@@ -51,7 +51,7 @@ def test_every_family_is_drawn() -> None:
 def test_a_difference_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The fuzz notices a changed token, names the seed that repeats it, and fails."""
+    """The fuzz detects a changed token, prints the seed that reproduces it, and fails."""
     choose = Sampling._choose
 
     def wrong(self: Sampling, *args: object) -> torch.Tensor:

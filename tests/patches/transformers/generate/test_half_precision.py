@@ -1,4 +1,4 @@
-"""In half precision two ways to compute a model round otherwise: fastgen's is as near to fp32 as transformers'."""
+"""Check rounding in half precision: fastgen is as close to fp32 as transformers is."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,9 +33,8 @@ def test_logits_are_as_near_to_those_of_fp32(family: str, dtype: torch.dtype) ->
     for seed in range(SEEDS):
         model, exact = zoo.build(family, dtype, seed), zoo.build(family, dtype, seed).float()
         kwargs = zoo.batch(model, SENTENCES, 11, seed=seed) | GIVEN
-        model.generate(
-            **kwargs
-        )  # a first call compares, and its first token comes through the modules
+        # The first call runs the equivalence check and takes its first token from the modules.
+        model.generate(**kwargs)
         found = _logits(model, kwargs)
         with fastgen.disabled():
             stock, wanted = _logits(model, kwargs), _logits(exact, kwargs)
@@ -47,13 +46,13 @@ def test_logits_are_as_near_to_those_of_fp32(family: str, dtype: torch.dtype) ->
 
 
 def _logits(model: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What is generated (B, T), and the logits that each of these tokens was chosen by, (B, T, V)."""
+    """Return the generated tokens (B, T) and the logits (B, T, V) that they were chosen from."""
     found = model.generate(**kwargs, output_logits=True, return_dict_in_generate=True)
     return found.sequences[:, -TOKENS:], torch.stack(found.logits, 1).double()
 
 
 def _told_of_one_text(*found: tuple[Tensor, Tensor]) -> Tensor:
-    """Which tokens (B, T) all have chosen behind the same text, by logits that are numbers."""
+    """Return a mask (B, T) of tokens that all runs chose after equal text, by finite logits."""
     first, *others = (tokens for tokens, _ in found)
     same = torch.stack([first == other for other in others]).all(0).cumprod(1).bool()
     behind = torch.cat([torch.ones_like(same[:, :1]), same[:, :-1]], 1)
@@ -67,7 +66,7 @@ def _spread(errors: list[Tensor]) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", sorted(zoo.FAMILIES | zoo.MORE))
 def test_steps_are_made_from_the_weights(family: str, dtype: torch.dtype) -> None:
-    """Where they are in fp32, they are in half precision, but for what a family says of itself."""
+    """Half precision uses fused steps where fp32 does, except where a family clamps activations."""
     in_fp32, in_half = (_left_off(zoo.build(family, each)) for each in (torch.float32, dtype))
     assert in_half == in_fp32 or (dtype == torch.float16 and in_half == [CLAMPED])
 
@@ -81,7 +80,7 @@ def _left_off(model: Any) -> list[str]:
 
 
 def test_rounding_is_not_taken_for_another_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve layers of random weights: two ways to add up lie further apart than those of a shallow model ever do."""
+    """Reordering sums changes twelve layers of random weights more than any shallow model."""
     compared: list[tuple[Tensor, Tensor, Tensor]] = []
     agree = equivalence_check.agree
     monkeypatch.setattr(
@@ -112,16 +111,15 @@ def test_rounding_is_not_taken_for_another_computation(monkeypatch: pytest.Monke
 def test_another_computation_is_found_out(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(
-        LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 0)
-    )  # positions two rows too early
+    # This shifts the positions by two rows.
+    monkeypatch.setitem(LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 0))
     model = zoo.build("bart", dtype)
     for _ in range(2):
         assert _left_off(model) == [by_modules(OTHERWISE)]
 
 
 def test_agreement() -> None:
-    """Shapes are compared, then values: in proportion to their spread, or to what rounding does to them."""
+    """Shapes are compared first, then values, relative to their spread or to rounding errors."""
     own = torch.arange(8, dtype=torch.bfloat16).view(2, 4)
     spread = (own.double() - own.double().mean(-1, keepdim=True)).norm()
     assert equivalence_check.agree(own[:1], own) is False

@@ -1,4 +1,7 @@
-"""Several steps of a search in a row in C, choices and all: the same as step by step, and as transformers' own."""
+"""Check native multistep decoding of `generate`, token selection included.
+
+It must equal single steps and transformers' own output.
+"""
 
 import contextlib
 import ctypes
@@ -30,8 +33,8 @@ from fastgen.ops.counts import calls
 from fastgen.ops.native import search as c
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
-from tests.models.test_in_c import _wide
-from tests.ops.test_native import variant
+from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
+from tests.ops.test_native import variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.allocations import allocations
 from tests.support.parity import assert_same
@@ -54,12 +57,12 @@ WRITTEN = (
     "mt5",
     "umt5",
 )
-NOT_WRITTEN = ("gemma2", "bloom")  # a soft cap; sublayers that are not in C
+NOT_WRITTEN = ("gemma2", "bloom")  # a soft cap, and sublayers that C does not implement
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Counts the choices that were made step by step."""
+    """Return a list that records token selections run step by step."""
     made: list[int] = []
     for kind in (beam_search.BeamSearch, sampling.Sampling):
         own = kind.advance
@@ -89,7 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("family", ["marian", "gpt2", "llama"])
-def test_options(variant: str, family: str, options: str, beams: int, alone: list[int]) -> None:
+def test_options(variant: str, family: str, options: str, beams: int, alone: list[int]) -> None:  # noqa: F811
     model = zoo.build(family, torch.float32)
     for padding in ("none", "natural"):
         kwargs = (
@@ -109,13 +112,14 @@ def test_options(variant: str, family: str, options: str, beams: int, alone: lis
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", [*WRITTEN, *NOT_WRITTEN])
-def test_families(variant: str, family: str, beams: int) -> None:
+def test_families(variant: str, family: str, beams: int) -> None:  # noqa: F811
     model = zoo.build(family, torch.float32)
+    # Multistep alone, after compaction, and after buffers have grown.
     for length, new in (
         (9, 3),
         (9, 40),
         (1, 70),
-    ):  # in a row; behind sweeps; behind buffers that have grown
+    ):
         kwargs = zoo.batch(model, 4, length) | {
             "num_beams": beams,
             "max_new_tokens": new,
@@ -130,8 +134,8 @@ ENDS = [2, 7, 9, 30]
 
 
 @pytest.mark.parametrize("family", ["marian", "t5"])
-def test_sentences_leave(variant: str, family: str) -> None:
-    """Sentences whose texts are short leave, and the outcome is in their order; behind sweeps, too."""
+def test_sentences_leave(variant: str, family: str) -> None:  # noqa: F811
+    """Sentences with short texts leave, and results keep their order, after compaction as well."""
     model = zoo.build(family, torch.float32)
     for beams in (1, 4):
         kwargs = zoo.batch(model, 17, 9) | {
@@ -139,9 +143,8 @@ def test_sentences_leave(variant: str, family: str) -> None:
             "max_new_tokens": 60,
             "eos_token_id": ENDS,
         }
-        kwargs |= {
-            "no_repeat_ngram_size": 1
-        }  # so that texts go through many tokens, and come to an end
+        # This varies the tokens and lets the texts end.
+        kwargs |= {"no_repeat_ngram_size": 1}
         for _ in range(2):
             assert assert_same(model, kwargs).error is None
         call = last_call()
@@ -153,11 +156,12 @@ def test_sentences_leave(variant: str, family: str) -> None:
 
 
 def _mpt() -> Any:
-    """With ALiBi, which is by distance too, and heads that C can attend with."""
+    """Return a model with ALiBi and heads that C attention supports."""
     return transformers.MptForCausalLM(
         transformers.MptConfig(
-            d_model=48, n_heads=3, n_layers=2, max_seq_len=64, vocab_size=zoo.VOCABULARY, initializer_range=0.5,
-            use_cache=True, pad_token_id=zoo.PAD, bos_token_id=1, eos_token_id=zoo.EOS,
+            d_model=48, n_heads=3, n_layers=2, max_seq_len=64, vocab_size=zoo.VOCABULARY,
+            initializer_range=0.5, use_cache=True, pad_token_id=zoo.PAD, bos_token_id=1,
+            eos_token_id=zoo.EOS,
         )
     )  # fmt: skip
 
@@ -166,13 +170,13 @@ def _mpt() -> Any:
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("family", ["t5", "mpt"])
 def test_biases_by_distance(
-    variant: str,
+    variant: str,  # noqa: F811
     family: str,
     beams: int,
     most: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Behind a prompt of several tokens, and where there is room for the biases of one step only."""
+    """Cover a prompt of several tokens, and space for the biases of only one step."""
     monkeypatch.setattr(native_step, "BIASES", most)
     monkeypatch.setitem(zoo.MORE, "mpt", _mpt)
     model = zoo.build(family, torch.float32)
@@ -188,9 +192,11 @@ def test_biases_by_distance(
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_equal_values_are_left_to_torch(
-    variant: str, beams: int, monkeypatch: pytest.MonkeyPatch
+    variant: str,  # noqa: F811
+    beams: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tokens with one embedding are tied in every step; which stands first is for `torch.topk` to say."""
+    """Tokens with equal embeddings tie in every step; `torch.topk` decides which ranks first."""
     model = zoo.build("marian", torch.float32)
     with torch.no_grad():
         model.model.shared.weight[50:] = model.model.shared.weight[4:50]
@@ -203,7 +209,7 @@ def test_equal_values_are_left_to_torch(
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_values_that_are_no_numbers(variant: str, beams: int) -> None:
+def test_values_that_are_no_numbers(variant: str, beams: int) -> None:  # noqa: F811
     model = zoo.build("marian", torch.float32)
     with torch.no_grad():
         model.final_logits_bias[0, 20] = math.nan
@@ -214,8 +220,8 @@ def test_values_that_are_no_numbers(variant: str, beams: int) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_token_without_an_embedding(variant: str, beams: int) -> None:
-    """torch's own error, as step by step."""
+def test_a_token_without_an_embedding(variant: str, beams: int) -> None:  # noqa: F811
+    """Both raise torch's own error, as single steps do."""
     model = zoo.build("gpt2", torch.float32)
     head = nn.Linear(model.config.n_embd, zoo.VOCABULARY + 64)
     kwargs = zoo.batch(model, 3, 7, "none") | {
@@ -235,7 +241,7 @@ def test_a_token_without_an_embedding(variant: str, beams: int) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_without_memory(variant: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory(variant: str, beams: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The batch is split, and the result is the same."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": beams, "max_new_tokens": 8}
@@ -259,8 +265,8 @@ def test_without_memory(variant: str, beams: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("family", "beams"), [("marian", 1), ("marian", 4), ("gpt2", 1), ("gpt2", 4)]
 )
-def test_nothing_is_allocated_between_steps(variant: str, family: str, beams: int) -> None:
-    """From one look of Python's to the next, torch's allocator is not asked for anything."""
+def test_nothing_is_allocated_between_steps(variant: str, family: str, beams: int) -> None:  # noqa: F811
+    """Between two returns to Python, torch allocates nothing."""
     model = zoo.build(family, torch.float32)
     kwargs = zoo.batch(model, 4, 9, "none") | {"num_beams": beams, "eos_token_id": None}
     for new in (6, 15, 6, 15):
@@ -272,8 +278,8 @@ def test_nothing_is_allocated_between_steps(variant: str, family: str, beams: in
     assert len(many) <= len(few)
 
 
-def test_structures(variant: str) -> None:
-    """As large for Python as for C."""
+def test_structures(variant: str) -> None:  # noqa: F811
+    """The structures have equal sizes in Python and C."""
     library = ctypes.CDLL(str(native.LIBRARIES / f"{variant}.so"))
     library.search_size.restype = ctypes.c_int64
     assert library.search_size() == c.SIZE
@@ -303,7 +309,9 @@ class _Odd(StoppingCriteria):
 )
 @pytest.mark.parametrize("beams", [1, 3])
 def test_whoever_looks_at_a_step_sees_it(
-    variant: str, listening: dict[str, Any], beams: int
+    variant: str,  # noqa: F811
+    listening: dict[str, Any],
+    beams: int,
 ) -> None:
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 15} | listening
@@ -318,8 +326,8 @@ def test_whoever_looks_at_a_step_sees_it(
     assert calls["search", "native"] == 0
 
 
-def test_what_the_caller_gives(variant: str) -> None:
-    """Positions of another type; a length beyond the config's, which raises in transformers too."""
+def test_what_the_caller_gives(variant: str) -> None:  # noqa: F811
+    """Cover positions of another dtype, and a length beyond the config's, where both raise."""
     model = zoo.build("gpt2", torch.float32)
     kwargs = zoo.batch(model, 4, 9) | {"max_new_tokens": 12}
     positions = (kwargs["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -347,9 +355,9 @@ def _assert_decided_alike(
     found: list[Any],
     wanted: list[Any],
 ) -> None:
-    """Assert that each sentence gives what stock gives of it alone, but for decisions of stock's that were close.
+    """Assert that each sentence equals stock's output for it alone, except for near ties.
 
-    Alone and in a batch products round differently, which on some processors turns what is close.
+    Products round differently alone and in a batch, which may flip a near tie on some processors.
     """
     others = [i for i in range(len(wanted)) if found[i] != wanted[i]]
     assert len(others) < 3
@@ -371,7 +379,7 @@ def _assert_decided_alike(
 def test_batches_that_refill(
     family: str, beams: int, alone: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that runs alone goes on in a row, also behind steps beside others, and before them."""
+    """A batch that runs alone uses multistep jobs, before and after steps shared with others."""
     model, together = zoo.build(family, torch.float32), start_soon(monkeypatch, 0.5)
     generator = torch.Generator().manual_seed(beams)
     sentences = [
@@ -389,7 +397,7 @@ def test_batches_that_refill(
         wanted = [
             model.generate(input_ids=sentence[None], **options).tolist() for sentence in sentences
         ]
-    for _ in range(2):  # the first one proves the step from the weights
+    for _ in range(2):  # the first pass runs the equivalence check of the step
         calls.clear(), alone.clear(), together.clear()
         found = [
             ids.tolist()
@@ -411,7 +419,7 @@ def test_batches_that_refill(
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int) -> None:
+def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int) -> None:  # noqa: F811
     model = zoo.build("gpt2", torch.float32)
     kwargs = zoo.batch(model, 4, 9, "none") | {
         "num_beams": beams,
@@ -430,7 +438,7 @@ def test_keys_and_values_of_the_beams_that_are_returned(variant: str, beams: int
         torch.testing.assert_close(mine.values, theirs.values, atol=1e-3, rtol=1e-3)
 
 
-def test_drafted_steps_are_not_passed_over(variant: str) -> None:
+def test_drafted_steps_are_not_passed_over(variant: str) -> None:  # noqa: F811
     large, small = zoo.build("gpt2", torch.float32), zoo.build("gpt2", torch.float32)
     kwargs = zoo.batch(large, 1, 9, "none") | {
         "num_beams": 3,

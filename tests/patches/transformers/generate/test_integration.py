@@ -1,6 +1,7 @@
-"""fastgen amid what people put around `generate`: other libraries, other dtypes, threads, copies, and exceptions.
+"""Check fastgen together with what users combine with `generate`.
 
-One test each. Tokens are those of unpatched transformers, fastgen's code did run, and nothing is left behind.
+Cover other libraries, dtypes, threads, copies and exceptions, one test each. Tokens equal those of
+unpatched transformers, fastgen's code ran, and no state is left behind.
 """
 
 import copy
@@ -72,7 +73,7 @@ def _check(model: Any, **kwargs: Any) -> Tensor:
 
 
 def _check_at_rest(*models: nn.Module) -> None:
-    """Nothing of a call is left, neither in a model nor in fastgen."""
+    """Assert that a call left no state, neither in a model nor in fastgen."""
     for model in models:
         assert [
             name for name, module in model.named_modules() if "forward" in module.__dict__
@@ -84,13 +85,13 @@ def _check_at_rest(*models: nn.Module) -> None:
 
 
 def _large(seed: int = 0) -> Any:
-    """A float32 model whose linear layers are worth packing."""
+    """Return a float32 model whose linear layers are worth packing."""
     torch.manual_seed(seed)
     return tf.LlamaForCausalLM(
         tf.LlamaConfig(
             vocab_size=zoo.VOCABULARY, hidden_size=320, intermediate_size=1024, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128, initializer_range=0.2,
-            pad_token_id=zoo.PAD, bos_token_id=1, eos_token_id=zoo.EOS,
+            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128,
+            initializer_range=0.2, pad_token_id=zoo.PAD, bos_token_id=1, eos_token_id=zoo.EOS,
         )
     ).eval()  # fmt: skip
 
@@ -114,10 +115,11 @@ def test_exact_dtypes(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_half_dtypes(family: str, dtype: torch.dtype, beams: int) -> None:
-    """In a dtype of 8 or 11 bits the tokens are stock's, or first differ where stock's own scores are a rounding apart.
+    """Compare tokens in half precision, where near ties may flip.
 
-    A margin is counted in roundings of the largest logit. With several beams a step compares running scores, so there
-    the scores of the whole hypotheses are compared.
+    With 8 or 11 significant bits, tokens may first differ where stock's own scores are within
+    rounding errors. The margin is counted in rounding errors of the largest logit. With several
+    beams a step compares running scores, so the scores of whole hypotheses are compared.
     """
     model = zoo.build(family, dtype)
     kwargs = _inputs(model, 6) | {"max_new_tokens": 12, "num_beams": beams}
@@ -144,7 +146,7 @@ def test_half_dtypes(family: str, dtype: torch.dtype, beams: int) -> None:
 
 
 def test_dtype_changes_between_calls() -> None:
-    """`.half()`, `.to()` and back on one model, each followed by a call."""
+    """Call the model after `.half()`, after `.to()` and after the way back."""
     model = _large()
     inputs = _inputs(model)
     first = _check(model, **inputs, **BEAMS)
@@ -194,9 +196,8 @@ def test_accelerate_hooks() -> None:
     _check(model, **_inputs(model), **BEAMS)
     assert Counts.calls > 0
     assert {name: module.__dict__["forward"] for name, module in model.named_modules()} == hooked
-    remove_hook_from_module(
-        model, recurse=True
-    )  # which leaves each module's own `forward` on the module
+    # This leaves each module's own `forward` in its instance dictionary.
+    remove_hook_from_module(model, recurse=True)
     own = {name: module.__dict__["forward"] for name, module in model.named_modules()}
     _check(model, **_inputs(model), **BEAMS)
     assert {name: module.__dict__["forward"] for name, module in model.named_modules()} == own
@@ -204,7 +205,7 @@ def test_accelerate_hooks() -> None:
 
 
 def test_a_users_hook_by_accelerate() -> None:
-    """A user's hook sees the rows that stock gives it: it may add a vector to each of them."""
+    """A user's hook sees the rows that stock passes, as it may add a vector to each of them."""
     from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 
     class AddsByRow(ModelHook):
@@ -255,12 +256,12 @@ def test_peft(family: str) -> None:
 
 @needs_onednn
 def test_peft_with_packed_weights() -> None:
-    """Adapters merged into weights of which packed copies exist: the tokens are those of the weights of the call."""
+    """Adapters merged into packed weights take effect: tokens use the weights of the call."""
     wrapped = _lora(_large())
     inputs = _inputs(wrapped)
     adapted = _check(wrapped, **inputs, **BEAMS)
     assert packed_weights.packed_bytes() > 0
-    wrapped.merge_adapter()  # in place, and back
+    wrapped.merge_adapter()  # in place; reverted below
     assert torch.equal(_check(wrapped, **inputs, **BEAMS), adapted)
     wrapped.unmerge_adapter()
     assert torch.equal(_check(wrapped, **inputs, **BEAMS), adapted)
@@ -272,7 +273,7 @@ def test_peft_with_packed_weights() -> None:
 @needs_onednn
 @pytest.mark.parametrize("change", ["all", "one layer", "one row"])
 def test_weights_written_through_data(change: str) -> None:
-    """`weight.data += delta` between two calls, which no version counter shows: a packed copy is never stale."""
+    """`weight.data += delta` changes no version counter; a packed copy must not be stale."""
     model = _large()
     inputs = _inputs(model)
     before = _check(model, **inputs, **BEAMS)
@@ -313,7 +314,7 @@ def test_training_between_calls() -> None:
 
 
 def _tokenizer() -> Any:
-    """A tokenizer of the words w4, w5, ... whose ids are their numbers."""
+    """Return a tokenizer of the words w4, w5, ... whose ids are their numbers."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     special = {0: "<pad>", 1: "<unk>", 2: "</s>", 3: "<s>"}
@@ -349,7 +350,7 @@ def test_text_generation_pipeline(beams: int) -> None:
 
 
 def test_encoder_decoder_pipeline() -> None:
-    """Transformers 5 has no text2text-generation any more; where a pipeline of an encoder-decoder is left, it works."""
+    """Transformers 5 removed text2text-generation; remaining encoder-decoder pipelines work."""
     from transformers.pipelines import SUPPORTED_TASKS
 
     tasks = [
@@ -359,7 +360,8 @@ def test_encoder_decoder_pipeline() -> None:
     ]
     if not tasks:
         pytest.skip(
-            f"transformers {tf.__version__} has no pipeline that generates from an encoder-decoder's text"
+            f"transformers {tf.__version__} has no pipeline that generates "
+            "from an encoder-decoder's text"
         )
     model = zoo.build("bart")
     pipe = tf.pipeline(tasks[0], model=model, tokenizer=_tokenizer(), device="cpu")
@@ -369,7 +371,7 @@ def test_encoder_decoder_pipeline() -> None:
 
 
 def test_seq2seq_trainer(tmp_path: Path) -> None:
-    """Training, evaluation by generated text, training again."""
+    """Cover training, evaluation by generated text, and further training."""
     samples = [
         {
             "input_ids": [4 + (7 * i + j) % 90 for j in range(3 + i % 4)],
@@ -379,15 +381,18 @@ def test_seq2seq_trainer(tmp_path: Path) -> None:
     ]
     model = zoo.build("bart", torch.float32)
     arguments = tf.Seq2SeqTrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=4,
-        eval_steps=2, eval_strategy="steps", save_strategy="no", report_to=[], predict_with_generate=True,
-        generation_max_length=9, generation_num_beams=3, use_cpu=True, disable_tqdm=True, learning_rate=1e-3,
+        output_dir=str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4,
+        max_steps=4, eval_steps=2, eval_strategy="steps", save_strategy="no", report_to=[],
+        predict_with_generate=True, generation_max_length=9, generation_num_beams=3, use_cpu=True,
+        disable_tqdm=True, learning_rate=1e-3,
     )  # fmt: skip
     predictions: list[Any] = []
     trainer = tf.Seq2SeqTrainer(
         model=model, args=arguments, train_dataset=samples, eval_dataset=samples,
         data_collator=tf.DataCollatorForSeq2Seq(_tokenizer(), model=model),
-        compute_metrics=lambda p: predictions.append(p.predictions.tolist()) or {"n": len(p.predictions)},
+        compute_metrics=lambda p: (
+            predictions.append(p.predictions.tolist()) or {"n": len(p.predictions)}
+        ),
     )  # fmt: skip
     served, before, without = hits(), fallbacks(), left_off()
     trainer.train()
@@ -405,7 +410,7 @@ def test_seq2seq_trainer(tmp_path: Path) -> None:
 
 
 def _together(*calls: Callable[[], Any]) -> list[Any]:
-    """Run the calls in threads that start at the same moment."""
+    """Run the calls in threads that start at the same time."""
     gate = threading.Barrier(len(calls))
 
     def run(call: Callable[[], Any]) -> Any:
@@ -465,7 +470,7 @@ def test_threads_one_of_them_disabled(same: bool) -> None:
 @pytest.mark.parametrize("family", ["bart", "llama", "large"])
 @pytest.mark.slow
 def test_copies(family: str) -> None:
-    """Deepcopy, pickle and torch.save after a call give a model of its own that generates."""
+    """Deepcopy, pickle and torch.save after a call give an independent model that generates."""
     model = _large() if family == "large" else zoo.build(family)
     inputs = _inputs(model)
     wanted = _check(model, **inputs, **BEAMS)
@@ -516,7 +521,7 @@ def test_copy_during_a_call(how: Callable[[Any], Any]) -> None:
 
 
 def _python(script: str, **environment: str) -> str:
-    """Run a script in a process of its own; return what it printed."""
+    """Run a script in a subprocess; return its standard output."""
     done = python(["-c", script], environment=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -540,7 +545,7 @@ assert all(torch.equal(a, b) for a, b in zip(stock, found))
 print({row.name: row.hits for row in fastgen.status().rows})
 assert torch.equal(generate(ids, num_beams=3, max_new_tokens=9), stock[1])
 print({row.name: row.hits for row in fastgen.status().rows}["transformers.beam_search"])
-"""
+"""  # noqa: E501
     )
     first, second = printed.splitlines()[-2:]
     assert "'transformers.beam_search': 1" in first
@@ -582,7 +587,7 @@ try:
     model.generate(ids, max_new_tokens=3, num_beams=2, low_memory=True)
 except Exception as error:
     print(type(error).__name__, error)
-""",
+""",  # noqa: E501
         FASTGEN_STRICT="1",
     )
     assert "FallbackError" in printed
@@ -675,8 +680,8 @@ def _encoder(model: Any) -> nn.Module:
     return model.get_encoder()
 
 
-_PROCESSOR = lambda fails: LogitsProcessorList([_FailingProcessor(fails)])
-_CRITERION = lambda fails: StoppingCriteriaList([_FailingCriterion(fails)])
+_PROCESSOR = lambda fails: LogitsProcessorList([_FailingProcessor(fails)])  # noqa: E731
+_CRITERION = lambda fails: StoppingCriteriaList([_FailingCriterion(fails)])  # noqa: E731
 STAGES: dict[str, tuple[str, type[BaseException], Callable[[Any], Any]]] = {
     "encoder": ("bart", Boom, _hooked(_encoder, Boom, 1)),
     "prefill": ("gpt2", Boom, _hooked(_decoder_layer, Boom, 1)),
@@ -685,10 +690,18 @@ STAGES: dict[str, tuple[str, type[BaseException], Callable[[Any], Any]]] = {
     "later step": ("gpt2", Boom, _hooked(_decoder_layer, Boom, 5)),
     "step of a decoder": ("bart", Boom, _hooked(_decoder_layer, Boom, 4)),
     "head": ("bart", Boom, _hooked(_head, Boom, 3)),
-    "out of memory": ("gpt2", torch.OutOfMemoryError, _hooked(_decoder_layer, torch.OutOfMemoryError, 3)),
-    "interrupt in the encoder": ("bart", KeyboardInterrupt, _hooked(_encoder, KeyboardInterrupt, 1)),
-    "interrupt in a step": ("gpt2", KeyboardInterrupt, _hooked(_decoder_layer, KeyboardInterrupt, 3)),
-    "interrupt in a step of a decoder": ("bart", KeyboardInterrupt, _hooked(_decoder_layer, KeyboardInterrupt, 3)),
+    "out of memory": (
+        "gpt2", torch.OutOfMemoryError, _hooked(_decoder_layer, torch.OutOfMemoryError, 3)
+    ),
+    "interrupt in the encoder": (
+        "bart", KeyboardInterrupt, _hooked(_encoder, KeyboardInterrupt, 1)
+    ),
+    "interrupt in a step": (
+        "gpt2", KeyboardInterrupt, _hooked(_decoder_layer, KeyboardInterrupt, 3)
+    ),
+    "interrupt in a step of a decoder": (
+        "bart", KeyboardInterrupt, _hooked(_decoder_layer, KeyboardInterrupt, 3)
+    ),
     "processor at once": ("gpt2", Boom, _given("logits_processor", _PROCESSOR, 1)),
     "processor later": ("bart", Boom, _given("logits_processor", _PROCESSOR, 4)),
     "prefix function": ("bart", Boom, _given("prefix_allowed_tokens_fn", lambda fails: fails, 1)),
@@ -699,7 +712,9 @@ STAGES: dict[str, tuple[str, type[BaseException], Callable[[Any], Any]]] = {
     ),
     "streamer of the prompt": ("gpt2", Boom, _given("streamer", _FailingStreamer, 1)),
     "streamer of a token": ("gpt2", Boom, _given("streamer", _FailingStreamer, 2)),
-    "streamer at the end": ("gpt2", Boom, _given("streamer", lambda fails: _FailingStreamer(fails, end=True), 1)),
+    "streamer at the end": (
+        "gpt2", Boom, _given("streamer", lambda fails: _FailingStreamer(fails, end=True), 1)
+    ),
 }  # fmt: skip
 
 
@@ -707,7 +722,7 @@ STAGES: dict[str, tuple[str, type[BaseException], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.slow
 def test_exceptions(stage: str, beams: int) -> None:
-    """An exception in any stage of a call reaches the caller, and nothing stays half applied."""
+    """An exception in any stage reaches the caller, and no partial state remains."""
     family, error, prepare = STAGES[stage]
     model = zoo.build(family, torch.float32)
     inputs = _inputs(model, 1 if "streamer" in stage else 3)
@@ -744,7 +759,7 @@ def test_exceptions(stage: str, beams: int) -> None:
 
 @needs_onednn
 def test_exceptions_with_packed_weights() -> None:
-    """The same with linear layers that carry a route."""
+    """The same with routed linear layers."""
     model = _large()
     inputs = _inputs(model)
     wanted = _check(model, **inputs, **BEAMS)
@@ -759,7 +774,7 @@ def test_exceptions_with_packed_weights() -> None:
 
 
 def test_exception_in_one_of_two_threads() -> None:
-    """The other call of the same model goes on to its end."""
+    """The other call of the same model runs to its end."""
     model = _large()
     inputs = _inputs(model)
     wanted = _stock(model, **inputs, **BEAMS)
@@ -780,7 +795,7 @@ def test_exception_in_one_of_two_threads() -> None:
 
 
 def test_generate_within_generate() -> None:
-    """A processor that itself generates, with the same model and with another."""
+    """A processor generates, with the same model and with another one."""
     inner = zoo.build("gpt2", seed=1)
 
     class Asks(LogitsProcessor):
@@ -823,7 +838,10 @@ def test_disable_within_a_call() -> None:
 
 
 class _Notes(LogitsProcessor):
-    """A processor with an effect of its own: it counts. It also makes every beam start with the tokens 7 and 8."""
+    """A processor with a side effect: it counts its calls.
+
+    In the first step it allows only the tokens 7 and 8.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
@@ -840,7 +858,7 @@ class _Notes(LogitsProcessor):
     "options", [{"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str
 )
 def test_nan_in_a_step(options: dict[str, Any]) -> None:
-    """A model whose decode step gives NaN, as an overflow does: whichever code runs, the call happens once."""
+    """A decode step gives NaN, like an overflow; the call runs once, in either code."""
     model = zoo.build("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.nan
@@ -855,7 +873,6 @@ def test_nan_in_a_step(options: dict[str, Any]) -> None:
             value = type(error)
         seen.append((notes.calls, value))
     assert seen[0][0] == seen[1][0]
-    if (
-        "num_beams" not in options
-    ):  # a NaN of one beam reaches the others of its sentence, as docs/supported.md says
+    # With beams, a NaN spreads to the other beams of its sentence; see docs/supported.md.
+    if "num_beams" not in options:
         assert seen[0][1] == seen[1][1]

@@ -1,4 +1,7 @@
-"""Calls of transformers' `generate` by the kernels: under the interpreter without a GPU, compiled with one (`gpu`)."""
+"""Check `generate` with the kernels.
+
+They run in the interpreter without a GPU, and compiled with one (marker `gpu`).
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,10 +35,15 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 CALLS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "beams": (
-        {"num_beams": 3, "no_repeat_ngram_size": 2, "min_new_tokens": 4}, {"kbest", "ngram_block", "cache"},
+        {"num_beams": 3, "no_repeat_ngram_size": 2, "min_new_tokens": 4},
+        {"kbest", "ngram_block", "cache"},
     ),
-    "sequences": ({"num_beams": 4, "num_return_sequences": 2, "early_stopping": True}, {"kbest", "cache"}),
-    "processors": ({"num_beams": 2, "repetition_penalty": 1.3, "return_dict_in_generate": True}, {"kbest"}),
+    "sequences": (
+        {"num_beams": 4, "num_return_sequences": 2, "early_stopping": True}, {"kbest", "cache"}
+    ),
+    "processors": (
+        {"num_beams": 2, "repetition_penalty": 1.3, "return_dict_in_generate": True}, {"kbest"}
+    ),
     "changes": (
         {
             "num_beams": 3, "repetition_penalty": 1.4, "bad_words_ids": [[5], [6, 7], [8, 9, 10]],
@@ -44,7 +52,9 @@ CALLS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"kbest", "token_mask", "ngram_block"},
     ),
     "bias": ({"num_beams": 3, "sequence_bias": {(5,): 4.0, (9,): -3.0}}, {"kbest", "token_mask"}),
-    "biases": ({"num_beams": 3, "sequence_bias": {(5,): 4.0, (9, 5): 3.0, (7, 8, 6): 5.0}}, {"kbest"}),
+    "biases": (
+        {"num_beams": 3, "sequence_bias": {(5,): 4.0, (9, 5): 3.0, (7, 8, 6): 5.0}}, {"kbest"}
+    ),
     "greedy": ({"no_repeat_ngram_size": 2}, {"argmax", "ngram_block"}),
 }  # fmt: skip
 """Options, and the operations whose kernels they need."""
@@ -56,13 +66,13 @@ PAIRS = [
     for family in FAMILIES
     if call == "beams" or family in ("bart", "llama")
 ]
-"""Every family once: a choice of tokens is made from logits, whosever they are."""
+"""Every family runs one call, as token selection depends on logits only."""
 
 
 @pytest.mark.parametrize(("call", "family"), PAIRS)
 @pytest.mark.slow
 def test_generate(call: str, family: str, device: str) -> None:
-    """The same tokens as transformers', by the kernels."""
+    """The kernels choose the tokens that transformers chooses."""
     options, ran = CALLS[call]
     model = zoo.build(family, torch.float32).to(device)
     before = calls.copy()

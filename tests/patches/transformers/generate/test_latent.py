@@ -1,4 +1,7 @@
-"""A latent that conditions a text, as embeddings, as keys and values, or as encoder states: shared by beams."""
+"""Check latents that condition a text, which the beams of a sentence share.
+
+A latent is passed as embeddings, as keys and values, or as encoder states.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -37,7 +40,7 @@ def _drawn(model: Any, *shape: int) -> torch.Tensor:
 
 
 def as_embeddings(model: Any, rows: int) -> dict[str, Any]:
-    """The latent's embeddings before those of a prompt, sentences padded to one length."""
+    """Return embeddings of a latent followed by a prompt, padded to equal length."""
     inputs = zoo.batch(model, SENTENCES, 5)
     embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
     latent = _drawn(model, SENTENCES, LATENT, embeds.shape[2])
@@ -49,7 +52,7 @@ def as_embeddings(model: Any, rows: int) -> dict[str, Any]:
 
 
 def as_embeddings_with_ids(model: Any, rows: int) -> dict[str, Any]:
-    """The same, with token ids in the latent's place, which n-gram blocking looks at and which are returned."""
+    """Add token ids at the latent's positions, which n-gram blocking reads and outputs contain."""
     given = as_embeddings(model, rows)
     return given | {"input_ids": zoo.batch(model, SENTENCES, LATENT + 5, "none")["input_ids"]}
 
@@ -67,7 +70,7 @@ def _prefix(model: Any, rows: int, *, layers: int = 2) -> DynamicCache:
 
 
 def as_keys(model: Any, rows: int) -> dict[str, Any]:
-    """Keys and values of each sentence's prefix, as prefix tuning has them."""
+    """Return keys and values of each sentence's prefix, as in prefix tuning."""
     inputs = zoo.batch(model, SENTENCES, 5)
     cache: Any = _prefix(model, rows)
     if model.config.is_encoder_decoder:
@@ -82,7 +85,7 @@ def as_keys(model: Any, rows: int) -> dict[str, Any]:
 
 
 def as_nothing(model: Any, rows: int) -> dict[str, Any]:
-    """A cache that is empty as yet."""
+    """Return an empty cache."""
     cache: Any = DynamicCache(config=model.config)
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -90,7 +93,7 @@ def as_nothing(model: Any, rows: int) -> dict[str, Any]:
 
 
 def as_encoder_states(model: Any, rows: int) -> dict[str, Any]:
-    """States in the place of an encoder's, of which one sentence has less."""
+    """Return states in place of the encoder's; one sentence has fewer of them."""
     mask = torch.ones(SENTENCES, LATENT, dtype=torch.int64)
     mask[0, 2:] = 0
     states = _drawn(model, SENTENCES, LATENT, model.config.d_model)
@@ -118,13 +121,15 @@ WAYS = [
     ("way", "family"), WAYS, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_a_latent(way: Any, family: str, method: str, dtype: torch.dtype) -> None:
-    """The same as without fastgen, a given cache as the call leaves it too; shared, with steps from the weights."""
+    """Output equals stock's, including the user-provided cache after the call.
+
+    The cache is shared and the steps are fused.
+    """
     model = zoo.build(family, dtype)
     options = METHODS[method] | {"max_new_tokens": 12, "pad_token_id": zoo.PAD}
     kwargs = way(model, _rows(options)) | options
-    if (
-        dtype == torch.float64
-    ):  # in float32 two beams a rounding apart may swap places, which no token shows
+    # In float32, two beams within a rounding error may swap ranks without changing tokens.
+    if dtype == torch.float64:
         kwargs |= {"return_dict_in_generate": True, "output_scores": True}
     before = fallbacks()
     assert (
@@ -143,7 +148,7 @@ def test_a_latent(way: Any, family: str, method: str, dtype: torch.dtype) -> Non
 
 @pytest.fixture
 def by_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No steps from the weights."""
+    """Disable steps from the weights."""
     monkeypatch.setenv("FASTGEN_STEP", "module")
     config.reload()
     yield
@@ -164,7 +169,7 @@ def test_a_latent_by_the_models_own_modules(family: str, by_modules: None) -> No
 
 
 def test_a_latent_that_is_refused() -> None:
-    """A model that computes with the cache in a way of its own goes on in the cache that was given."""
+    """A model that uses the cache in its own way continues in the user-provided cache."""
     model = zoo.alone(zoo.build("gpt2"))
     assert (
         assert_same(model, as_keys(model, 4) | METHODS["beams"] | {"max_new_tokens": 12}).error
@@ -206,14 +211,13 @@ def test_what_cannot_be_shared(change: Any, reason: str) -> None:
     what = f"keys and values are not shared: a KV cache is given, {reason}"
     assert what in fastgen.explain(model, **copy.deepcopy(kwargs)).notes
     before = left_off()[what]
-    error = assert_same(
-        model, kwargs
-    ).error  # transformers does not know what to do with all of these
+    # transformers itself fails for some of these caches.
+    error = assert_same(model, kwargs).error
     assert left_off()[what] == before + (error is None)
 
 
 def test_a_mask_of_the_prompt_alone() -> None:
-    """Whatever transformers makes of a mask that says nothing of the prefix."""
+    """The mask omits the prefix; output must equal that of transformers."""
     model = zoo.build("gpt2")
     kwargs = as_keys(model, 4) | METHODS["beams"] | {"max_new_tokens": 6}
     kwargs["attention_mask"] = kwargs["attention_mask"][:, LATENT:]
@@ -234,7 +238,7 @@ def test_sliding_windows_are_not_shared() -> None:
 
 
 def test_prompt_that_repeats_what_the_cache_holds() -> None:
-    """A chat's second turn: the prompt begins with what the cache has seen."""
+    """In a chat's second turn, the prompt begins with the cached tokens."""
     model = zoo.build("llama")
     ids = zoo.batch(model, 2, 8, "none")["input_ids"]
     cache = DynamicCache(config=model.config)
@@ -246,7 +250,7 @@ def test_prompt_that_repeats_what_the_cache_holds() -> None:
 
 
 def test_a_decoder_given_for_both() -> None:
-    """One cache for text and source, which transformers takes as it comes, is left to it."""
+    """fastgen leaves a single cache for decoder and encoder to transformers, which accepts it."""
     model = zoo.build("bart")
     kwargs = zoo.batch(model, 2, 5) | {CACHE: DynamicCache(), "max_new_tokens": 4}
     notes = fastgen.explain(model, **copy.deepcopy(kwargs)).notes

@@ -1,4 +1,4 @@
-"""Length penalties beyond reason: whatever stock makes of them, an error too, is made in C and in torch."""
+"""Check extreme length penalties: C and torch give stock's output, or its error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from fastgen.decoding.search.finishing_rules import TransformersRule
 from fastgen.ops import native
 from fastgen.ops.counts import calls
-from tests.models.test_in_c import _wide
+from tests.models.test_in_c import _wide  # noqa: F401  a fixture for all
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -29,7 +29,7 @@ def test_as_stock(
     early: Any,
     setting: Callable[[str, str], None],
 ) -> None:
-    """Over 60 tokens, the fourth power of which is more than 1e9 divided by a usual score."""
+    """Generate 60 tokens; 60^4 exceeds 1e9 divided by a typical score."""
     if by == "native" and native.found().library is None:
         pytest.skip(str(native.found().reason))
     setting("FASTGEN_OPS", by)
@@ -46,8 +46,8 @@ def test_as_stock(
     ("penalty", "longest", "apart"),
     [
         (1.0, 1000, True), (0.0, 10**6, True), (10.0, 120, True), (1e3, 120, False), (1e3, 1, True),
-        (-1.0, 120, True), (-1.0, 10**5, False), (-4.0, 5, True), (-4.0, 120, False), (-1e3, 120, False),
-        (float("nan"), 9, False),
+        (-1.0, 120, True), (-1.0, 10**5, False), (-4.0, 5, True), (-4.0, 120, False),
+        (-1e3, 120, False), (float("nan"), 9, False),
     ],
 )  # fmt: skip
 def test_whether_finished_hypotheses_rank_apart(penalty: float, longest: int, apart: bool) -> None:

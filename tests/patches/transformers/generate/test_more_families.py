@@ -1,4 +1,7 @@
-"""More families, in fewer combinations: those whose modules compute attention themselves, and some like Llama."""
+"""Check more families with fewer options.
+
+Their modules compute attention themselves, or resemble Llama.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -23,9 +26,9 @@ from tests.support.recorder import Graphs
 
 FIELDS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 BEAMS = {"num_beams": 4, "no_repeat_ngram_size": 2, "eos_token_id": [2, 7, 9, 30]}
-# Whose own attention is computed in fp32, or its softmax, whatever the model is in.
+# These families compute attention or its softmax in fp32, whatever the model's dtype.
 _IN_FP32 = ("bloom", "codegen", "gpt_neo", "gptj", "mpt")
-# In transformers 5.17 every token that FSMT generates has the same position, which no step of fastgen's gives it.
+# transformers 5.17 gives all generated tokens of FSMT one position; fastgen's steps do not.
 _FSMT_COUNTS = bool(
     {"past_key_values_length", "cache_length"}
     & set(inspect.signature(SinusoidalPositionalEmbedding.forward).parameters)
@@ -45,7 +48,7 @@ def _same(model: Any, kwargs: dict[str, Any], tolerance: float = 1e-9) -> CallRe
 
 
 def _inputs(name: str, model: Any, dtype: torch.dtype) -> dict[str, Any]:
-    # Of a row that sees nothing, transformers' softmax in fp32 over the lowest number of fp64 makes NaN.
+    # For fully masked rows, transformers' fp32 softmax over fp64's lowest number gives NaN.
     nan = dtype == torch.float64 and name in ("bloom", "mpt")
     return zoo.batch(model, 4, 11, "none" if nan else "natural")
 
@@ -64,7 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", zoo.MORE)
 def test_family(name: str, case: str) -> None:
-    """Twice: the first step of the first call is made both ways."""
+    """Run twice: the first step of the first call runs both ways."""
     options, dtype = CASES[case]
     if (name, dtype) == ("xglm", torch.float64):
         pytest.skip("transformers' own attention fails in fp64")
@@ -155,7 +158,7 @@ DECLINED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("what", DECLINED)
 def test_declined(what: str, beams: int) -> None:
-    """Several rows then share nothing, as the modules know no other cache than transformers'; and it is said."""
+    """The modules know only transformers' cache, so several rows share nothing; it is reported."""
     build, given, reason = DECLINED[what]
     model = build()
     kwargs = zoo.batch(model, 3, 7, "none") | given | {"num_beams": beams, "max_new_tokens": 8}
@@ -167,7 +170,7 @@ def test_declined(what: str, beams: int) -> None:
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", [pytest.param("fsmt", marks=needs_counting), "led"])
 def test_a_prompt_with_padding(family: str, beams: int) -> None:
-    """Their modules look at its mask in the prompt alone, and not behind it."""
+    """The modules use its mask during prefill only."""
     model = zoo.build(family)
     prompt, mask = (
         torch.tensor([[3, 5, 6, 7], [3, 9, 4, 8], [3, 20, 21, 22]]),
@@ -179,13 +182,13 @@ def test_a_prompt_with_padding(family: str, beams: int) -> None:
         | {"decoder_input_ids": prompt, "decoder_attention_mask": mask}
         | FIELDS
     )
-    for _ in range(2):  # the first step of the first call is made both ways
+    for _ in range(2):  # the first step of the first call runs both ways
         plan = _same(model, kwargs | {"num_beams": beams, "max_new_tokens": 8}).plan
         assert (plan.shared, plan.fused) == (True, True)
 
 
 def test_a_model_that_computes_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found out in its first step, from which on every row has its own keys and values."""
+    """The first step detects it, and every row then has its own keys and values."""
     model = zoo.build("falcon-rw")
     attend = type(model.transformer.h[0].self_attention).forward
 
@@ -196,7 +199,7 @@ def test_a_model_that_computes_otherwise(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("fastgen.models.build.introspection.is_toolkits", lambda _: True)
     monkeypatch.setattr(type(model.transformer.h[0].self_attention), "forward", doubled)
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8} | FIELDS
-    for _ in range(2):  # seen, then known
+    for _ in range(2):  # detected first, then known
         call = _same(model, kwargs)
         assert not call.plan.shared
         assert {by_modules(OTHERWISE), not_shared(MODULES_CANNOT)} <= set(call.plan.left_off)
@@ -205,9 +208,9 @@ def test_a_model_that_computes_otherwise(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @needs_counting
 def test_padding_that_fsmt_generates() -> None:
-    """It has the position before its own, wherever it stands."""
+    """Padding takes the position of the preceding token, wherever it occurs."""
     model = zoo.build("fsmt")
-    allowed = lambda _, ids: [zoo.PAD] if len(ids) in (2, 5, 6) else list(range(4, 40))
+    allowed = lambda _, ids: [zoo.PAD] if len(ids) in (2, 5, 6) else list(range(4, 40))  # noqa: E731
     kwargs = zoo.batch(model, 3, 9) | {
         "num_beams": 3,
         "max_new_tokens": 12,
@@ -237,13 +240,14 @@ def test_a_local_window_that_is_not_outgrown() -> None:
         assert _same(model, kwargs, tolerance=1e-4).plan.fused
 
 
-# Texts with padding, whose keys stand at other positions than in the cache: two forms of ALiBi, a window, neighbours.
+# Texts with padding, whose positions differ from their KV slots. // Two forms of ALiBi, a window,
+# and neighbors.
 _PLACED = ("falcon-rw", "gptj")
 
 
 @pytest.mark.parametrize("name", _PLACED)
 def test_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What changes from step to step is read from the device."""
+    """Values that change per step are read from the device."""
     graphs = Graphs(monkeypatch)
     model = zoo.build(name)
     kwargs = (
@@ -279,7 +283,7 @@ def test_drafted_beams() -> None:
 
 
 def test_batches_that_refill() -> None:
-    """Calls at several places of their texts, in one step."""
+    """A joint step combines calls at different positions of their texts."""
     model = zoo.build("falcon-rw")
     texts = [[4 + (7 * row + place) % 80 for place in range(3 + 2 * (row % 4))] for row in range(8)]
     settings = {"num_beams": 3, "max_new_tokens": 12, "eos_token_id": list(range(2, 60, 7))}

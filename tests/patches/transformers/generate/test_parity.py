@@ -1,4 +1,4 @@
-"""Every proven family gives what transformers alone gives, on the options people combine."""
+"""Compare every proven family with unpatched transformers, on commonly combined options."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from fastgen.patches.transformers.compat import CACHE
 from tests.support import zoo
 from tests.support.parity import assert_same, assert_same_but_for_ties, call, fallbacks, hits
 
-# Stock transformers gives NaN for Gemma 2 with left padding here (eager attention over rows that see nothing).
+# Stock gives NaN for Gemma 2 with left padding, as eager attention sees fully masked rows.
 _NO_PADDING = ("gemma2",)
 
 
@@ -54,14 +54,13 @@ def test_family(family: str, options: dict[str, Any], dtype: torch.dtype) -> Non
     model = zoo.build(family, dtype)
     before, served = fallbacks(), hits()
     kwargs = _inputs(family, model) | options | {"max_new_tokens": 20}
-    if (
-        dtype == torch.float64
-    ):  # in float32 two beams a rounding apart may swap places, which no token shows
+    # In float32, two beams within a rounding error may swap ranks without changing tokens.
+    if dtype == torch.float64:
         kwargs |= {"return_dict_in_generate": True, "output_scores": True}
     if dtype == torch.float32 and kwargs.get("num_return_sequences") == kwargs.get("num_beams"):
         assert_same_but_for_ties(model, kwargs)
     else:
-        # Eager attention, all that Gemma 2 has, computes its softmax in float32 whatever the model's dtype.
+        # Gemma 2 has eager attention only, with a float32 softmax in any dtype.
         result = assert_same(model, kwargs, tolerance=1e-5 if family == "gemma2" else 1e-9)
         assert result.error is None
     assert hits() == served + 1
@@ -125,7 +124,8 @@ def test_option(family: str, options: dict[str, Any], beams: int, fields: bool) 
     kwargs = _inputs(family, model) | {"num_beams": beams, "max_new_tokens": 14} | options
     if fields:
         kwargs |= {
-            "return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_hidden_states": True,
+            "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+            "output_hidden_states": True,
         }  # fmt: skip
     assert_same(model, kwargs)
 
@@ -168,8 +168,8 @@ def test_attentions(family: str, beams: int) -> None:
     model.set_attn_implementation("eager")
     before, served = fallbacks(), hits()
     kwargs = _inputs(family, model) | {
-        "num_beams": beams, "max_new_tokens": 6, "return_dict_in_generate": True, "output_attentions": True,
-        "output_hidden_states": True,
+        "num_beams": beams, "max_new_tokens": 6, "return_dict_in_generate": True,
+        "output_attentions": True, "output_hidden_states": True,
     }  # fmt: skip
     assert assert_same(model, kwargs).error is None
     assert (fallbacks(), hits()) == (before, served + 1)
@@ -210,7 +210,7 @@ def test_given_past(beams: int) -> None:
 
 
 class _Favour(LogitsProcessor):
-    """A user's processor that looks at whole rows."""
+    """A user's processor that reads whole rows."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores + (input_ids.sum(1, keepdim=True) % 7 == 0) * torch.linspace(
@@ -267,7 +267,7 @@ def test_users_own_call_of_transformers_criterion(
 
 
 class _Number(StoppingCriteria):
-    """A user's criterion that says one thing for all rows, in one of several ways."""
+    """A user's criterion that returns one decision for all rows, in one of several forms."""
 
     def __init__(self, way: Callable[[torch.Tensor], Any]) -> None:
         self.way = way
@@ -291,7 +291,7 @@ def test_a_criterion_that_answers_for_all_rows(
 @pytest.mark.parametrize("family", ["t5", "bloom", "gptj", "gpt2"])
 @pytest.mark.parametrize("length", [4, 40])
 def test_a_users_own_length(family: str, length: int) -> None:
-    """It goes before the one that the other options give."""
+    """It takes precedence over the length from other options."""
     model = zoo.build(family)
     kwargs = _inputs(family, model) | {"max_new_tokens": 6, "eos_token_id": None}
     prompt = 1 if model.config.is_encoder_decoder else 11
@@ -322,7 +322,7 @@ def test_more_samples_by_numpy() -> None:
 @pytest.mark.parametrize("length", [10.5, math.inf])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_length_that_is_no_integer(length: float, beams: int) -> None:
-    """A text ends at the first length that is no less; transformers' beam search refuses it."""
+    """A text ends at the first length that reaches it; transformers' beam search raises."""
     model = zoo.build("gpt2")
     kwargs = _inputs("gpt2", model) | {
         "num_beams": beams,
@@ -333,7 +333,7 @@ def test_a_length_that_is_no_integer(length: float, beams: int) -> None:
 
 
 class _Reads(tf.BartForConditionalGeneration):
-    """A user's model whose logits depend on all that the encoder made."""
+    """A user's model whose logits depend on all encoder states."""
 
     def forward(self, *args: Any, encoder_outputs: Any = None, **kwargs: Any) -> Any:
         output = super().forward(*args, encoder_outputs=encoder_outputs, **kwargs)
@@ -366,7 +366,7 @@ def test_encoder_outputs_as_a_tuple() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_another_default_dtype(dtype: torch.dtype, beams: int) -> None:
-    """What somebody has set for new tensors is neither the model's nor the search's."""
+    """The user's default dtype is neither that of the model nor of the search."""
     model = zoo.build("bart", torch.float32)
     kwargs = _inputs("bart", model) | {
         "num_beams": beams,
@@ -374,9 +374,8 @@ def test_another_default_dtype(dtype: torch.dtype, beams: int) -> None:
         "repetition_penalty": 1.2,
     }
     kwargs |= {"return_dict_in_generate": True, "output_scores": True}
-    model.generate(
-        **kwargs
-    )  # the first call's first token comes through the modules, and rounds otherwise
+    # The first call takes its first token from the modules, which round differently.
+    model.generate(**kwargs)
     expected = model.generate(**kwargs)
     torch.set_default_dtype(dtype)
     try:
@@ -484,7 +483,7 @@ def test_bad_input(family: str, bad: dict[str, Any]) -> None:
 def test_finished_sentences_leave(
     family: str, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch whose sentences end at different times gives the same tokens, and does shrink."""
+    """Sentences that end at different times leave the batch, with unchanged tokens."""
     from fastgen.patches.transformers.generate.module_stepper import Stepper
 
     left: list[int] = []
@@ -523,7 +522,7 @@ class _InPlace(LogitsProcessor):
     ids=str,
 )
 def test_a_processor_that_writes_in_place(idle: dict[str, Any], beams: int) -> None:
-    """What it writes to is the returned logits themselves where what comes before it does nothing, as in stock."""
+    """It modifies the returned logits themselves if earlier processors do nothing, as in stock."""
     model = zoo.build("bart")
     kwargs = (
         _inputs("bart", model)

@@ -1,4 +1,4 @@
-"""ProphetNet: two of its streams make a step from the weights; its own attention reads no shared cache."""
+"""Check ProphetNet: fused steps run two of its streams; its own attention shares no cache."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' ProphetNet computes a softmax in the type of its scores, and not in float32 for float64 too."""
+    """Compute softmax in the dtype of the scores; ProphetNet would use fp32 for fp64 as well."""
     monkeypatch.setattr(
         modeling_prophetnet,
         "softmax",
@@ -45,7 +45,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _batch(model: Any, sentences: int = 4, padding: str = "natural") -> dict[str, torch.Tensor]:
-    """Inputs with a mask of the model's type: of integers, transformers makes NaN in float64."""
+    """Return inputs with a mask in the model's dtype; integer masks give NaN in fp64."""
     inputs = zoo.batch(model, sentences, 9, padding)
     return inputs | {"attention_mask": inputs["attention_mask"].to(model.dtype)}
 
@@ -64,7 +64,7 @@ def test_same(options: dict[str, Any], dtype: torch.dtype) -> None:
     model, before = zoo.build("prophetnet", dtype), fallbacks()
     kwargs = _batch(model) | options | {"max_new_tokens": 24}
     kwargs |= FIELDS if dtype == torch.float64 else {}
-    for _ in range(2):  # the first step of the first call is made both ways
+    for _ in range(2):  # the first step of the first call runs both ways
         assert assert_same(model, kwargs).error is None
         _report()
     assert fallbacks() == before
@@ -82,10 +82,15 @@ def test_same_with_the_softmax_of_transformers(beams: int) -> None:
 def _ordered(
     self: Any, hidden: torch.Tensor, scores: torch.Tensor, _: Any, buckets: torch.Tensor
 ) -> torch.Tensor:
-    """Biases (B, n, H, T, 2 T) of the predicting streams by distance, for inputs (B, T, n, C).
+    """Return relative position biases of the predicting streams.
 
-    transformers' own, of more than one token at a time, gives those of one token and head to another: so that without a
-    cache its ProphetNet says something else than with one.
+    For more than one token, transformers assigns biases to the wrong token and head. Without a
+    cache, its ProphetNet therefore differs from its output with one.
+
+    Args:
+        hidden: (B, T, n, C).
+    Returns:
+        (B, n, H, T, 2 T).
     """
     bias = self.relative_pos_embeddings(hidden).unflatten(
         -1, (self.num_buckets, self.num_attn_heads)
@@ -97,7 +102,7 @@ def _ordered(
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("beams", [1, 4])
 def test_same_without_a_cache(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The streams that are not run, and keys that are kept from step to step, make no difference to the text."""
+    """Skipping streams and caching keys across steps do not change the text."""
     model = zoo.build("prophetnet")
     kwargs = _batch(model) | FIELDS | {"num_beams": beams, "max_new_tokens": 20}
     ours = model.generate(**kwargs)
@@ -113,10 +118,10 @@ def test_same_without_a_cache(beams: int, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("beams", [1, 3])
 def test_replayed(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the predicting stream's keys lie, and how far all others are, is read on the device."""
+    """Steps read the position of the predicting stream's keys and other lengths on the device."""
     graphs, model = Graphs(monkeypatch), zoo.build("prophetnet")
     kwargs = _batch(model) | FIELDS | {"num_beams": beams, "max_new_tokens": 20}
-    model.generate(**kwargs)  # the first step of the first call is made both ways
+    model.generate(**kwargs)  # the first step of the first call runs both ways
     replays = graphs.replays
     assert assert_same(model, kwargs).error is None
     assert _report().plan.graphs
@@ -136,7 +141,7 @@ def test_no_cache_is_asked_for() -> None:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_prompt_with_padding(beams: int) -> None:
-    """transformers looks at its mask in the prompt alone, and not behind it."""
+    """transformers uses its mask during prefill only."""
     model = zoo.build("prophetnet")
     prompt = torch.tensor([[3, 5, 6, 7], [3, 9, 4, 8], [3, 20, 21, 22], [3, 5, 5, 5]])
     mask = torch.ones(4, 4, dtype=torch.float64)
@@ -186,7 +191,7 @@ def test_without_steps_from_the_weights_nothing_is_shared(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("exact")
 def test_another_decoder_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its first step; the call goes on with transformers' cache, and later ones begin with it."""
+    """The first step detects it: this call goes on with transformers' cache, later ones use it."""
     monkeypatch.setitem(LAYOUTS, "prophetnet", replace(LAYOUTS["prophetnet"], first=lambda _: 2))
     model = zoo.build("prophetnet")
     kwargs = _batch(model) | FIELDS | {"num_beams": 3, "max_new_tokens": 9}
@@ -207,7 +212,7 @@ def test_contrastive_search_looks_at_the_main_stream() -> None:
 
 
 def test_padding_that_is_not_0() -> None:
-    """With which transformers' own positions and buckets do not fit, and it raises."""
+    """transformers' own positions and buckets do not fit such padding, and it raises."""
     settings = zoo.build("prophetnet").config.to_dict() | {"pad_token_id": 1}
     model = tf.ProphetNetForConditionalGeneration(tf.ProphetNetConfig(**settings)).double().eval()
     for beams in (1, 3):

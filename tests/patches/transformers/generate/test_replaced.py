@@ -1,6 +1,7 @@
-"""What others put in the place of torch's functions, of forwards and of weights is respected, at every call.
+"""Check that user replacements are respected at every call.
 
-Each model has been called before, so that weights are packed, plans known and steps proven.
+Users replace functions of torch, forwards and weights. Each model has been called before, so
+weights are packed, plans cached and steps checked.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,10 @@ def _warm(
 
 
 def _differs(model: Any, kwargs: dict[str, Any], change: Callable[[], object]) -> None:
-    """Assert that a change shows in what transformers does, or the test would prove nothing; and that ours is equal."""
+    """Assert that fastgen follows a change.
+
+    The change must alter transformers' output, or the test would prove nothing.
+    """
     with fastgen.disabled():
         torch.manual_seed(0)
         before = model.generate(**kwargs)
@@ -117,7 +121,7 @@ def test_a_call_of_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_function_of_a_models_file(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As kernel libraries replace them: Liger's rotary positions stand there, and its norms."""
+    """Kernel libraries replace such functions: Liger replaces rotary positions and norms."""
     model, kwargs = _warm("llama", ASKED[asked])
     own = modeling_llama.apply_rotary_pos_emb
 
@@ -128,7 +132,10 @@ def test_a_function_of_a_models_file(asked: str, monkeypatch: pytest.MonkeyPatch
     _differs(
         model, kwargs, lambda: monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotary)
     )
-    reason = "decode steps run through the model's own modules: a function apply_rotary_pos_emb of its own"
+    reason = (
+        "decode steps run through the model's own modules: "
+        "a function apply_rotary_pos_emb of its own"
+    )
     assert (left_off() - before)[reason]
 
 
@@ -203,7 +210,7 @@ def test_a_linear_layer(
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_hook_that_prunes_the_cache(family: str, asked: str) -> None:
-    """As tools that compress the cache behind the prompt do."""
+    """Tools that compress the cache after prefill use such hooks."""
     model, kwargs = _warm(family, ASKED[asked])
     layers = model.model.layers if family == "llama" else model.transformer.h
     attention = "self_attn" if family == "llama" else "attn"
@@ -229,7 +236,7 @@ def test_a_hook_that_prunes_the_cache(family: str, asked: str) -> None:
 @pytest.mark.parametrize("by", ["a hook", "a forward of its own"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_that_are_added_to_rows(family: str, by: str) -> None:
-    """There is one for each row that transformers has, beams and all."""
+    """There is one vector for each row of transformers, beams included."""
     model, kwargs = _warm(family, ASKED["beams"])
     rows, width = 9, 16
     vectors = 20 * torch.randn(rows, 1, width, generator=torch.Generator().manual_seed(3))
@@ -259,7 +266,7 @@ def test_vectors_that_are_added_to_rows(family: str, by: str) -> None:
 
 
 def test_vectors_that_are_added_while_another_call_runs() -> None:
-    """A model is looked at anew by each call, not once for all that run at a time."""
+    """Every call inspects the model again, even while another call runs."""
     model, kwargs = _warm("bart", ASKED["beams"])
     layer, rows = model.model.decoder.layers[0], list[int]()
 
@@ -278,7 +285,7 @@ def test_vectors_that_are_added_while_another_call_runs() -> None:
 @pytest.mark.parametrize("asked", ["greedy", "beams"])
 def test_an_adapter_for_each_sentence(asked: str) -> None:
     peft = pytest.importorskip("peft")
-    config = lambda: peft.LoraConfig(
+    config = lambda: peft.LoraConfig(  # noqa: E731
         r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False
     )
     model = peft.get_peft_model(zoo.build("llama"), config(), adapter_name="one")
@@ -322,7 +329,7 @@ def test_partly_offloaded_weights(asked: str, part: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("family", ["bart", "t5"])
 def test_a_prompt_in_chunks(family: str) -> None:
-    """transformers runs it without the source's mask, so that what its encoder makes of padding is read."""
+    """transformers omits the source's mask here, so attention reads the encoder's padding."""
     model = zoo.build(family)
     kwargs = zoo.batch(model, 3, 9) | {"max_new_tokens": 8, "prefill_chunk_size": 4}
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Diverse beam search, constrained beam search and contrastive search, which transformers 5 has taken out."""
+"""Check diverse beam, constrained beam and contrastive search, which transformers 5 removed."""
 
 import copy
 import json
@@ -45,7 +45,7 @@ def rows(model: Any, inputs: dict[str, torch.Tensor], processors: Any = ()) -> l
 def expected(
     model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any], processors: Any = ()
 ) -> tuple[list[list[int]], list[float]]:
-    """What the plain search gives, padded as `generate` pads it; scores of beams."""
+    """Return the plain search's output, padded as `generate` pads it, and the beam scores."""
     ends, longest = options["eos_token_id"], options["max_new_tokens"]
     given = rows(model, inputs, processors)
     prompt = len(given[0].prompt)
@@ -61,14 +61,14 @@ def expected(
         options.get("length_penalty", 1.0), options.get("early_stopping", False),
     )  # fmt: skip
     if "num_beam_groups" in options:
-        run: Callable[[oracle.Model], list[oracle.Beam]] = lambda r: oracle.diverse(
+        run: Callable[[oracle.Model], list[oracle.Beam]] = lambda r: oracle.diverse(  # noqa: E731
             r, settings, options["num_beam_groups"], options["diversity_penalty"]
         )
     else:
         words = [
             word if isinstance(word[0], list) else [word] for word in options["force_words_ids"]
         ]
-        run = lambda r: oracle.constrained(r, settings, words)
+        run = lambda r: oracle.constrained(r, settings, words)  # noqa: E731
     found = [kept for row in given for kept in run(row)]
     texts = oracle.padded([text for _, text in found], ends, PAD, prompt + longest)
     return texts, [score for score, _ in found]
@@ -194,7 +194,7 @@ def test_beam_indices_lead_to_the_scores(options: dict[str, Any]) -> None:
 
 
 def test_the_penalty_comes_where_transformers_4_had_it() -> None:
-    """Behind biases of sequences, before all other processors."""
+    """It follows sequence biases and precedes all other processors."""
     model = models.build("bart")
     inputs = models.inputs(model, 1)
     bias = {(7,): 3.0, (8, 9): 5.0}
@@ -423,7 +423,7 @@ def test_a_stream_and_its_scores(method: str) -> None:
 
 
 def test_what_is_no_call_of_these_methods_is_transformers_own() -> None:
-    """A penalty without groups, and a loop that the caller gives: both as without fastgen."""
+    """A penalty without groups and a user's own loop run as without fastgen."""
     model = zoo.build("bart", torch.float32)
     call = zoo.batch(model, 2, 6) | {"num_beams": 4, "max_new_tokens": 5}
     with fastgen.disabled():

@@ -1,4 +1,4 @@
-"""Calls whose keys and values are in transformers' own cache, or in none: the same as without fastgen, in our loops."""
+"""Check fastgen's loops with transformers' own cache, or with none: output equals stock's."""
 
 import copy
 import functools
@@ -46,7 +46,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 def _check_unshared(
     model: Any, kwargs: dict[str, Any], reason: str, tolerance: float = 1e-9
 ) -> Result:
-    """Assert that a call is the same, that fastgen's loop runs it without the shared cache, and that this is said."""
+    """Assert equal output from fastgen's loop without the shared cache, and the reported reason."""
     what = f"keys and values are not shared: {reason}"
     before, served, said = fallbacks(), hits(), left_off().get(what, 0)
     result = assert_same(model, kwargs, tolerance=tolerance)
@@ -67,7 +67,7 @@ def test_option(family: str, reason: str, method: str, fields: str, dtype: torch
     attention, options = OPTIONS[reason]
     model = zoo.build(family, dtype)
     model.set_attn_implementation(attention)
-    # In float64 eager attention gives NaN where a row sees nothing, as one does with left padding.
+    # In float64, eager attention gives NaN for fully masked rows, as left padding causes.
     padding = "none" if attention == "eager" and family in zoo.DECODERS else "natural"
     kwargs = (
         zoo.batch(model, 4, 11, padding)
@@ -96,7 +96,7 @@ def test_option(family: str, reason: str, method: str, fields: str, dtype: torch
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("fields", FIELDS)
 def test_one_row_and_a_sliding_window(family: str, options: dict[str, Any], fields: str) -> None:
-    """The cache that comes back holds the window, and takes no more memory than transformers' own."""
+    """The returned cache holds the window, and uses no more memory than transformers' own."""
     model = zoo.build(family)
     inputs = zoo.batch(model, 5, 11, "none" if family == "gemma2" else "natural")
     kwargs = (
@@ -114,7 +114,7 @@ def test_one_row_and_a_sliding_window(family: str, options: dict[str, Any], fiel
 
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma3_text"])
 def test_bytes_of_stock_with_several_rows(family: str) -> None:
-    """What transformers' own cache would hold is its windows."""
+    """transformers' own cache holds its windows only."""
     model = zoo.build(family)
     kwargs = zoo.batch(model, 3, 11, "none") | {
         "num_beams": 3,
@@ -137,7 +137,7 @@ def _rows(method: str) -> int:
 
 
 def _filled(model: Any, inputs: dict[str, torch.Tensor], rows: int, static: bool) -> Any:
-    """A user's cache that holds the beginning of the text, expanded as `generate` expands its inputs."""
+    """Return a user-provided cache with the start of the text, expanded as in `generate`."""
     seen = {name: value[:, :5].repeat_interleave(rows, 0) for name, value in inputs.items()}
     cache: Any = (
         StaticCache(config=model.config, max_cache_len=60)
@@ -155,14 +155,13 @@ def _filled(model: Any, inputs: dict[str, torch.Tensor], rows: int, static: bool
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fields", FIELDS)
 def test_given_past(family: str, kind: str, method: str, fields: str, dtype: torch.dtype) -> None:
-    """A user's cache is filled in place as stock fills it, and the chat goes on from it."""
+    """Stock and fastgen fill a user-provided cache in place alike, and a chat continues from it."""
     model = zoo.build(family, dtype)
     inputs = zoo.batch(model, 3, 9)
     caches = [_filled(model, inputs, _rows(method), kind == "static") for _ in range(2)]
     options = METHODS[method] | FIELDS[fields] | {"max_new_tokens": 8, "pad_token_id": zoo.PAD}
-    tolerance = (
-        1e-9 if dtype == torch.float64 else 1e-4
-    )  # the first turn shares what all rows of a sentence hold
+    # The first turn shares what all rows of a sentence hold.
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
     before, served = fallbacks(), hits()
 
     def talk(cache: Any) -> list[Any]:
@@ -207,7 +206,7 @@ def test_given_past_of_an_encoder_decoder(family: str, method: str) -> None:
             model(
                 **seen, decoder_input_ids=prompt[:, :3].repeat_interleave(rows, 0), **{CACHE: cache}
             )
-    mask = torch.ones_like(prompt)  # by which transformers knows that the cache holds the beginning
+    mask = torch.ones_like(prompt)  # tells transformers that the cache holds the start
     call = inputs | METHODS[method] | {"decoder_input_ids": prompt, "decoder_attention_mask": mask}
     served, before = hits(), fallbacks()
     torch.manual_seed(0)
@@ -222,7 +221,7 @@ def test_given_past_of_an_encoder_decoder(family: str, method: str) -> None:
 
 
 def test_a_given_cache_that_does_not_fit() -> None:
-    """Whatever transformers raises for a cache of other rows, or for none where one is to be reordered."""
+    """Errors for a cache of other rows, or without one to reorder, equal transformers' errors."""
     model = zoo.build("gpt2")
     inputs = zoo.batch(model, 3, 9)
     cache = _filled(model, inputs, 1, static=False)
@@ -239,7 +238,8 @@ def test_a_given_cache_that_does_not_fit() -> None:
 def test_quantized_cache() -> None:
     model = zoo.build("llama", torch.float32)
     kwargs = zoo.batch(model, 3, 9) | {
-        "cache_implementation": "quantized", "cache_config": {"backend": "fp8"}, "max_new_tokens": 8,
+        "cache_implementation": "quantized", "cache_config": {"backend": "fp8"},
+        "max_new_tokens": 8,
     }  # fmt: skip
     with fastgen.disabled():
         try:
@@ -266,7 +266,7 @@ def test_static_cache_that_is_kept_large() -> None:
 
 @pytest.mark.parametrize("new_tokens", [1, 6])
 def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
-    """Beams raise what transformers raises."""
+    """Beams raise the error of transformers."""
     model = zoo.build("qwen3")
     kwargs = zoo.batch(model, 3, 9) | {
         "use_cache": False,
@@ -279,7 +279,7 @@ def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
         assert (error is not None) == (beams > 1)
 
 
-# A model that does not take its keys from the shared cache
+# Models that do not read keys from the shared cache
 
 
 @pytest.fixture
@@ -302,7 +302,7 @@ class _Counts(LogitsProcessor):
 @pytest.mark.parametrize("method", ["beams", "sampling", "beam sampling"])
 @pytest.mark.parametrize("fields", FIELDS)
 def test_found_out_at_the_first_step(family: str, method: str, fields: str) -> None:
-    """The call goes on from where it is: processors see each token once, and all that comes back is stock's."""
+    """The call continues in place: processors see each token once, and results equal stock's."""
     model = zoo.build(family)
     zoo.alone(model)
     kwargs = zoo.batch(model, 4, 11) | METHODS[method] | FIELDS[fields] | {"max_new_tokens": 12}
@@ -337,7 +337,7 @@ def _stock(model: Any, **kwargs: Any) -> Any:
 @pytest.mark.usefixtures("forget_refused")
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 def test_found_out_when_sentences_have_left(family: str) -> None:
-    """Sentences that end with their first token are gone before the first step."""
+    """Sentences that end with their first token leave before the first step."""
     model = zoo.build(family)
     inputs = zoo.batch(model, 6, 11)
     kwargs = inputs | {"num_beams": 3, "early_stopping": True, "max_new_tokens": 12}
@@ -363,12 +363,12 @@ def test_what_one_model_does_is_not_held_against_others_of_its_class() -> None:
 
 
 def test_a_config_without_a_vocabulary_s_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As somebody's own model may have it: it is left alone, and does not fail."""
+    """A user's model may have such a config: transformers runs it, without an error."""
     model = zoo.unproven()
     kwargs = zoo.batch(model, 2, 6, "none") | {"max_new_tokens": 4}
     expected = _stock(model, **kwargs)
     del model.config.vocab_size
-    monkeypatch.delattr(type(model.config), "vocab_size")  # its default
+    monkeypatch.delattr(type(model.config), "vocab_size")  # the default of the class
     assert not hasattr(model.config, "vocab_size")
     assert torch.equal(model.generate(**kwargs), expected)
 
@@ -403,7 +403,7 @@ FEW: dict[str, tuple[str, dict[str, Any], str | None]] = {
 def test_few_new_tokens(
     family: str, options: dict[str, Any], reason: str | None, fields: str
 ) -> None:
-    """A cache to read in place takes some steps to pay."""
+    """Building a cache to read in place takes some steps to pay off."""
     model = zoo.build(family)
     length = options.get("length", 9)
     kwargs = zoo.batch(model, 3, length) | {
@@ -418,10 +418,10 @@ def test_few_new_tokens(
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_a_mask_that_is_longer_than_the_text(options: dict[str, Any]) -> None:
-    """It masks generated tokens too: of a model whose steps are proven, the model's own modules run."""
+    """The mask covers generated tokens, so the model's own modules run despite checked steps."""
     model = zoo.build("gpt2")
     kwargs = zoo.batch(model, 2, 6, "none") | options | {"max_new_tokens": 6}
-    assert_same(model, kwargs)  # from here on steps are made from the weights
+    assert_same(model, kwargs)  # later steps are made from the weights
     mask = torch.ones(2, 8, dtype=torch.int64)
     mask[0, :7] = 0
     embeds = model.get_input_embeddings()(kwargs.pop("input_ids")).detach()

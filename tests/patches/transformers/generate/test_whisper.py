@@ -1,4 +1,4 @@
-"""Whisper: its own `generate` comes to transformers' loops for every segment of sound and every attempt at it."""
+"""Check Whisper, whose `generate` calls transformers' loops per segment and attempt."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[CallReport]:
-    """What fastgen's loops did, one report for each."""
+    """Return a list that collects the reports of fastgen's loops."""
     found: list[CallReport] = []
     monkeypatch.setattr(suspend, "note_served", lambda _, __, report, *___: found.append(report))
     return found
@@ -41,7 +41,7 @@ def _sounds(
 
 
 def _long(sentences: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Any]:
-    """Sounds of up to three segments, of different lengths."""
+    """Return sounds of up to three segments, of different lengths."""
     lengths = [3 * zoo.FRAMES - 7 * i for i in range(sentences)]
     mask = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
     features = _sounds(sentences, max(lengths), dtype, seed) * mask[:, None]
@@ -51,7 +51,7 @@ def _long(sentences: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> 
 def _check(
     model: Any, kwargs: dict[str, Any], reports: list[CallReport], tolerance: float = 1e-9
 ) -> Result:
-    """Assert that a call is the same, and that all its loops were fastgen's, over one cache per sentence."""
+    """Assert equal output, with fastgen's loops over one cache per sentence throughout."""
     before = fallbacks()
     result = assert_same(model, kwargs, tolerance=tolerance)
     assert result.error is None
@@ -87,7 +87,7 @@ def test_one_segment(
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("conditioned", [False, True], ids=["", "conditioned on what was said"])
 def test_several_segments(beams: int, conditioned: bool, reports: list[CallReport]) -> None:
-    """Sounds of different lengths: some of the batch are over before the others, and have said less."""
+    """Sounds have different lengths: some finish before the others, with fewer tokens."""
     model = zoo.build("whisper", seed=2)
     kwargs = _long(3) | {
         "num_beams": beams,
@@ -103,7 +103,7 @@ def test_several_segments(beams: int, conditioned: bool, reports: list[CallRepor
 @DTYPES
 @pytest.mark.parametrize("beams", [1, 5])
 def test_temperatures(beams: int, dtype: torch.dtype, reports: list[CallReport]) -> None:
-    """A segment whose text is too likely to repeat itself, or too unlikely, is drawn at higher temperatures."""
+    """Segments with repetitive or unlikely text are sampled again at higher temperatures."""
     model = zoo.build("whisper", dtype, seed=2)
     kwargs = _long(3, dtype) | {
         "num_beams": beams, "temperature": (0.0, 0.4, 1.0), "compression_ratio_threshold": 1.0,
@@ -129,7 +129,7 @@ def test_prompt_ids_of_several_segments(reports: list[CallReport]) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_times_of_tokens(beams: int, reports: list[CallReport]) -> None:
-    """They are made of attentions, which beams that share keys and values do not have."""
+    """They require attentions, which beams with a shared KV cache do not return."""
     model = zoo.build("whisper")
     kwargs = {
         "input_features": _sounds(2),
@@ -165,7 +165,7 @@ def test_given_encoder_outputs(reports: list[CallReport]) -> None:
 
 @pytest.mark.parametrize("beams", [1, 4])
 def test_finished_texts_leave(beams: int, reports: list[CallReport]) -> None:
-    """The processor of times looks at every row by itself."""
+    """The timestamp processor handles every row by itself."""
     model = zoo.build("whisper", seed=2)
     kwargs = {
         "input_features": _sounds(8),
@@ -184,13 +184,13 @@ def test_finished_texts_leave(beams: int, reports: list[CallReport]) -> None:
 
 
 def test_scaled_embeddings_are_not_scaled() -> None:
-    """As transformers' decoder leaves the factor of its config aside."""
+    """transformers' decoder ignores the factor of its config."""
     model = zoo.build("whisper")
     model.model.decoder.embed_scale = 4.0
     reports: list[CallReport] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(suspend, "note_served", lambda _, __, report, *___: reports.append(report))
-        for _ in range(2):  # the first step of the first call is made both ways
+        for _ in range(2):  # the first step of the first call runs both ways
             _check(model, {"input_features": _sounds(2), "num_beams": 2, "language": "en"}, reports)
 
 
@@ -207,7 +207,7 @@ def test_explained() -> None:
 
 @pytest.mark.parametrize("beams", [1, 4])
 def test_explained_bytes(beams: int, reports: list[CallReport]) -> None:
-    """As measured, of a decoder that has fewer layers than its encoder; no language is looked for."""
+    """Bytes match for a decoder with fewer layers than its encoder, without language detection."""
     model = zoo.build("whisper", seed=3)
     kwargs = {
         "input_features": _sounds(3),
@@ -253,7 +253,7 @@ def test_a_small_whisper_drafts_nothing() -> None:
 
 
 def test_a_decoder_that_is_given_encoder_outputs() -> None:
-    """Its own forward makes another cache of transformers' own, and of no other one."""
+    """Its `forward` builds a new cache from transformers' own kind of cache only."""
     torch.manual_seed(0)
     model = tf.WhisperForCausalLM(tf.WhisperConfig(**zoo._WHISPER)).double().eval()
     encoded = (torch.randn(2, 5, 16, dtype=torch.float64),)

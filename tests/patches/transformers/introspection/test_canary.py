@@ -1,4 +1,7 @@
-"""The canary of transformers: a difference in one part is found in that part, and leaves the others accelerated."""
+"""Check the canary of transformers.
+
+A difference is found in its part and leaves the other parts accelerated.
+"""
 
 import os
 import subprocess
@@ -20,7 +23,7 @@ BEAM_SAMPLING = {part_of("beam sampling", True), part_of("beam sampling", False)
 
 
 def differing() -> dict[str, str]:
-    """The parts that differ, with what is said of them."""
+    """Return the parts that differ, with descriptions of the differences."""
     return {name: found for name, part in canary.parts().items() if (found := part()) is not None}
 
 
@@ -106,7 +109,7 @@ NEWER = """
     for group in fastgen.status().calls:
         print(group.method, group.accelerated + group.partly, group.not_accelerated)
     print(fastgen.status()["transformers.beam_search"].state)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -118,7 +121,7 @@ def test_on_a_newer_version_what_differs_steps_aside_and_says_so(tmp_path: Path)
     }
     if "PYTHONPATH" in os.environ:
         environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
-    for _ in range(2):  # the second process is answered by what the first has kept
+    for _ in range(2):  # the second process reads the cached result of the first
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(NEWER)],
             env=environment,

@@ -1,4 +1,4 @@
-"""`fastgen.explain` says what a call runs and takes, as the call itself then does, and nothing happens meanwhile."""
+"""Check that `fastgen.explain` predicts what a call runs and uses, without side effects."""
 
 import copy
 import json
@@ -52,7 +52,7 @@ def _explain(model: Any, kwargs: dict[str, Any]) -> Any:
     given = copy.deepcopy(
         {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
     )
-    # A hook would show in what is explained; so would the function, were its place looked at.
+    # The explanation would list a hook, and this patched `__call__` if `_PLACES` kept it.
     with (
         patch.object(torch.nn.Module, "__call__", noted),
         patch.object(patched_torch, "_PLACES", []),
@@ -83,7 +83,7 @@ def _bytes(cache: Any) -> int:
 def test_the_memory_is_what_the_call_then_takes(
     family: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no slot is given up; how many are, the text decides."""
+    """No KV slots are freed here, as that would depend on the text."""
     monkeypatch.setattr(room, "COMPACT_EVERY", 1_000)
     model = zoo.build(family, torch.float32)
     kwargs = (
@@ -204,7 +204,7 @@ UNSHARED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", ["bart", "mistral"])
 @pytest.mark.parametrize("reason", UNSHARED)
 def test_what_is_not_shared(family: str, reason: str) -> None:
-    """The call runs, in transformers' own cache or none; the reason, the plan and the memory are as explained."""
+    """The call runs in transformers' own cache or none; reason, plan and memory match."""
     if (family, reason) == ("bart", "the text may outgrow the sliding window"):
         pytest.skip("of a decoder")
     model = zoo.build(family, torch.float32)
@@ -229,7 +229,7 @@ def test_what_is_not_shared(family: str, reason: str) -> None:
 
 
 def test_a_window_that_the_text_fits_into() -> None:
-    model = zoo.build("mistral")  # whose window is 8
+    model = zoo.build("mistral")  # its window is 8
     inputs = zoo.batch(model, 2, 4)
     assert _explain(model, inputs | {"max_new_tokens": 4}).plan.shared
     assert not _explain(model, inputs | {"max_new_tokens": 5}).plan.shared
@@ -239,7 +239,7 @@ def test_a_window_that_the_text_fits_into() -> None:
 def test_what_never_comes_to_a_patched_loop() -> None:
     model = zoo.build("gpt2")
     kwargs = zoo.batch(model, 1, 6, "none") | {"max_new_tokens": 4}
-    reason = lambda **more: _explain(model, kwargs | more).reason
+    reason = lambda **more: _explain(model, kwargs | more).reason  # noqa: E731
     assert reason(assistant_model=zoo.build("gpt2", seed=1)) == "_assisted_decoding is not patched"
     assert reason(prompt_lookup_num_tokens=2) == "_assisted_decoding is not patched"
     assert reason(custom_generate=lambda *_, **__: None) == "custom_generate is given"
@@ -249,10 +249,11 @@ def test_what_never_comes_to_a_patched_loop() -> None:
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(kwargs["input_ids"][:, :3], **{CACHE: cache})
+    # Pass the whole text, or only what the cache does not hold.
     for ids in (
         kwargs["input_ids"],
         kwargs["input_ids"][:, 3:],
-    ):  # all of the text, or what the cache does not hold
+    ):
         explanation = _explain(model, {**kwargs, "input_ids": ids, CACHE: cache})
         assert explanation.plan.shared
     assert not hasattr(cache, "_is_user_defined") or not cache._is_user_defined
@@ -334,7 +335,7 @@ def test_patches_that_are_not_in_place() -> None:
 
 
 def test_without_the_attention_patch() -> None:
-    """Several rows cannot share a cache then; the call says so at once, as `explain` does."""
+    """Several rows cannot share a cache then; the call reports it at once, as `explain` does."""
     code = """
         import fastgen
         from tests.support import zoo
@@ -347,7 +348,7 @@ def test_without_the_attention_patch() -> None:
         model.generate(**kwargs, num_beams=2)
         row = fastgen.status()["transformers.beam_search"]
         assert (row.hits, row.fallbacks, row.left_off) == (1, {}, {notes(explanation)[0]: 1}), row
-    """
+    """  # noqa: E501
     done = python(
         ["-c", textwrap.dedent(code)],
         environment=os.environ | {"FASTGEN_SKIP": "transformers.attention"},
@@ -419,7 +420,7 @@ def test_it_reads_and_is_plain_data() -> None:
 
 
 def _seeing() -> Any:
-    """A model of a proven text family that sees images, four tokens each."""
+    """Return a model of a proven text family with image input, four tokens per image."""
     text = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     vision = {
         "hidden_size": 16,
@@ -439,11 +440,11 @@ def _seeing() -> Any:
 
 
 def test_images() -> None:
-    """Whatever is said, the call then does, with equal output."""
+    """The call runs as explained, with equal output."""
     model = _seeing()
     kwargs: dict[str, Any] = {
-        "input_ids": torch.tensor([[1, 5, 95, 95, 95, 95, 7, 8]]), "pixel_values": torch.randn(1, 3, 8, 8),
-        "max_new_tokens": 4, "min_new_tokens": 4,
+        "input_ids": torch.tensor([[1, 5, 95, 95, 95, 95, 7, 8]]),
+        "pixel_values": torch.randn(1, 3, 8, 8), "max_new_tokens": 4, "min_new_tokens": 4,
     }  # fmt: skip
     for beams in (1, 2):
         explanation = _explain(model, kwargs | {"num_beams": beams})
@@ -461,13 +462,14 @@ def test_images() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
 def test_images_do_not_leave(options: dict[str, Any]) -> None:
-    """Sentences with several images end at different times: what is of images is not cut by sentences."""
+    """Sentences with several images end at different times; image inputs stay uncut."""
     model, image = _seeing(), [95] * 4
     short, long = [1, 5, *image, 7, 8, 9, 10], [1, *image, *image, 6]
     kwargs: dict[str, Any] = {
-        "input_ids": torch.tensor([short, long, long]), "pixel_values": torch.randn(5, 3, 8, 8), "max_new_tokens": 12,
-        "eos_token_id": list(range(2, 30)), "attention_mask": torch.ones(3, 10, dtype=torch.int64),
-        "suppress_tokens": image[:1],  # which the model would look for an image of
+        "input_ids": torch.tensor([short, long, long]), "pixel_values": torch.randn(5, 3, 8, 8),
+        "max_new_tokens": 12, "eos_token_id": list(range(2, 30)),
+        "attention_mask": torch.ones(3, 10, dtype=torch.int64), "suppress_tokens": image[:1],
+        # the model would look for its image
     }  # fmt: skip
     explanation = _explain(model, kwargs | options)
     ours = model.generate(**kwargs, **options)
@@ -500,7 +502,7 @@ def test_wrapped_models() -> None:
 
 def test_the_documentation_lists_every_reason() -> None:
     pages = ((ROOT / "docs" / name).read_text("utf-8") for name in ("supported.md", "switches.md"))
-    supported, switches = (" ".join(page.split()) for page in pages)  # whatever the ends of lines
+    supported, switches = (" ".join(page.split()) for page in pages)  # joins wrapped lines
     folder = ROOT / "fastgen" / "patches" / "transformers"
     decide, parity = (
         (folder / name).read_text("utf-8")

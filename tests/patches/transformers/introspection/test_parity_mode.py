@@ -1,4 +1,4 @@
-"""FASTGEN_PARITY=1: both ways run, what differs is reported, and transformers' own output is what a script gets."""
+"""Check FASTGEN_PARITY=1: both ways run, differences are reported, stock output is returned."""
 
 import json
 import math
@@ -182,7 +182,7 @@ def test_what_cannot_be_repeated_runs_once() -> None:
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
-    """plant(row, position, token): have fastgen's way return another token there."""
+    """Return `plant(row, position, token)`, which changes a token of fastgen's output."""
 
     def change(row: int, position: int, token: int) -> None:
         for name in ("_of_samples", "_of_beams"):
@@ -209,7 +209,8 @@ def test_a_planted_token_is_reported(plant: Any) -> None:
     margin = float(stock.scores[3][1, theirs] - stock.scores[3][1, ours])
     plant(1, 9, ours)
     message = (
-        f"GPT2LMHeadModel.generate: sentence 1, position 9: transformers has token {theirs}, fastgen token {ours}; "
+        f"GPT2LMHeadModel.generate: sentence 1, position 9: transformers has token {theirs}, "
+        f"fastgen token {ours}; "
         f"in transformers' own scores they are {margin:.1e} apart"
     )
     torch.manual_seed(5)
@@ -221,7 +222,7 @@ def test_a_planted_token_is_reported(plant: Any) -> None:
     assert torch.equal(torch.get_rng_state(), state), (
         "the run that measures the margin draws nothing"
     )
-    model.generate(**kwargs)  # said once: a second warning would raise
+    model.generate(**kwargs)  # reported once: a second warning would raise
     assert _outcomes() == {"different": 2}
 
 
@@ -239,7 +240,10 @@ def test_a_planted_token_in_beams_is_reported(family: str, sequences: int, plant
     theirs = int(stock[row, place])
     plant(row, place, 94)
     sequence = f", sequence {(row % 3)}" if sequences > 1 else ""
-    expected = rf"sentence 1{sequence}, position {place}: transformers has token {theirs}, fastgen token 94; .* apart, and"
+    expected = (
+        rf"sentence 1{sequence}, position {place}: transformers has token {theirs}, "
+        r"fastgen token 94; .* apart, and"
+    )
     with pytest.warns(ParityWarning, match=expected):
         assert torch.equal(model.generate(**kwargs), stock)
     assert _outcomes() == {"different": 1}
@@ -281,7 +285,7 @@ def test_strict_raises(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_near_tie_is_told_from_a_difference(
     beams: int, plant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tokens with one embedding have one score: to choose the other is no error, also with FASTGEN_STRICT=1."""
+    """Two tokens with equal embeddings tie: choosing the other is no error, even in strict mode."""
     monkeypatch.setenv("FASTGEN_STRICT", "1")
     config.reload()
     model = zoo.build("gpt2", torch.float32)
@@ -333,7 +337,7 @@ def test_other_scores_and_other_exceptions(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_wrong_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the output but the search itself is wrong: the second best candidate is taken for the best."""
+    """The search itself is wrong: it takes the second best candidate for the best."""
     model = zoo.build("bart")
     kwargs = zoo.batch(model, 3, 6, "none") | {"num_beams": 2, "max_new_tokens": 8}
     from fastgen.decoding.search import beam_search
@@ -351,10 +355,11 @@ def test_a_wrong_operation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replayed() -> None:
-    """Two beams over four tokens, 0 ends; the numbers are log-probabilities."""
+    """Replay two beams over four tokens, where 0 ends a text; values are log-probabilities."""
     first = torch.tensor([[-9.0, -1.0, -1.5, -1.75]] * 2)
     second = torch.tensor([[-0.5, -2.0, -3.0, -9.0], [-9.0, -2.0, -2.25, -9.0]])
-    # Kept are 1 and 2, dropped 3, by 0.25; then 1 0 ends (-1.5), 1 1 (-3.0) and 2 1 (-3.5) go on, 2 2 (-3.75) does not.
+    # Beams 1 and 2 are kept, 3 is dropped by 0.25. // Then 1 0 ends (-1.5), 1 1 (-3.0) and 2 1
+    # (-3.5) go on, and 2 2 (-3.75) is dropped.
     assert replayed([first, second], [3, 1], {0}) == pytest.approx(0.25)
     first[0, 3] = -8.0
     assert replayed([first, second], [2, 2, 1], {0}) == pytest.approx(0.25)

@@ -1,4 +1,4 @@
-"""Texts that are scored: the same log-probabilities as from all logits, which are never there at once."""
+"""Check scoring of texts: log-probabilities equal those of full logits, never stored at once."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from tests.support import zoo
 
 
 class _Largest(TorchDispatchMode):
-    """Notes the most elements that a tensor has."""
+    """Records the size of the largest floating-point tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Largest(TorchDispatchMode):
 
 
 class Bytes:
-    """A tokenizer: a token for each byte, behind a first one and, of targets, before a last one."""
+    """A byte tokenizer that prepends a token to sources and appends one to targets."""
 
     def __call__(
         self, text: str | None = None, text_target: str | None = None
@@ -157,7 +157,7 @@ def _is_causal(model: Any, source: Tensor) -> bool:
 
 
 def test_windows_of_a_long_text() -> None:
-    """As in transformers' guide to perplexity: each window counts the tokens that the ones before it had not."""
+    """Each window counts the tokens that earlier ones did not, as in transformers' guide."""
     model, (text,) = zoo.build("gpt2"), _texts(50)
     (found,) = fastgen.score(model, [text], max_length=16, stride=5)
     end = 0

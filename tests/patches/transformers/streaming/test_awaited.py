@@ -1,4 +1,4 @@
-"""Sentences that nobody waits for any more leave their batch while it runs; the others have what they have alone."""
+"""Check cancellation: cancelled sentences leave a running batch, the others stay unchanged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ NOBODY_S = (1, 2, 6)
 
 
 class Clients:
-    """Who waits: those of `NOBODY_S` leave when they have been asked for `after` times."""
+    """A `wanted` callback that cancels sentences of `leaving` after `after` polls each."""
 
     def __init__(self, leaving: tuple[int, ...] = NOBODY_S, after: int = 3) -> None:
         self.leaving, self.after, self.asked = leaving, after, dict[int, int]()
@@ -53,7 +53,7 @@ def _streamed(
 
 
 def _rows() -> list[int]:
-    """Of each step of the last call."""
+    """Return the number of rows in each step of the last call."""
     call = last_call()
     assert call is not None
     return [rows for rows, _ in call.steps]
@@ -76,7 +76,8 @@ def _assert_others_equal(
 def test_the_others_are_as_they_were_over_fewer_rows(family: str, method: str) -> None:
     model, options = zoo.build(family), METHODS[method]
     with fastgen.disabled():
-        expected = _streamed(model, options, Clients())  # where all are generated
+        # unpatched transformers generates all of them
+        expected = _streamed(model, options, Clients())
     _assert_others_equal(_streamed(model, options), expected, ())
     before = _rows()
     clients = Clients()
@@ -84,11 +85,10 @@ def test_the_others_are_as_they_were_over_fewer_rows(family: str, method: str) -
     after = _rows()
     rows = options.get("num_beams", 1)
     assert after[:3] == before[:3]
-    assert (
-        after[3] <= before[3] - rows * len(NOBODY_S) + rows
-    )  # one may wait for enough to leave with
+    # A sentence may wait until enough of them can leave together.
+    assert after[3] <= before[3] - rows * len(NOBODY_S) + rows
     assert sum(after) < sum(before)
-    assert clients.asked[1] == clients.after + 1  # and no more once it has left
+    assert clients.asked[1] == clients.after + 1  # not polled any more once it has left
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -104,7 +104,7 @@ def test_a_batch_of_nobody_ends_at_once(method: str) -> None:
 
 
 def test_the_last_ones_are_not_waited_for() -> None:
-    """All others have finished: sentences of nobody alone end the call."""
+    """When all other sentences have finished, cancelled ones alone end the call."""
     model, options = (
         zoo.build("bart"),
         METHODS["greedy"] | {"eos_token_id": [2, *range(20, 50)], "pad_token_id": 0},
@@ -113,14 +113,13 @@ def test_the_last_ones_are_not_waited_for() -> None:
     longest = tuple(i for i, length in enumerate(lengths) if length == max(lengths))
     second = max(length for length in lengths if length < max(lengths))
     _streamed(model, options, Clients(longest, 0))
-    assert (
-        len(_rows()) == second - 2
-    )  # the start is given, and the prompt's step has the first token
+    # The start token is given, and the prefill yields the first token.
+    assert len(_rows()) == second - 2
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_batches_that_refill(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers are those of the stream; what is freed is taken by the next batch."""
+    """Sentence numbers are those of the stream; the next batch takes the freed rows."""
     model, options, together = zoo.build("bart"), METHODS[method], start_soon(monkeypatch)
     expected = _streamed(model, options)
     clients = Clients((2, 4, 7), 2)
@@ -156,7 +155,7 @@ def test_where_memory_runs_out_numbers_go_with_the_halves(
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 def test_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a device is told a step late is no other text for the one that stays."""
+    """Cancellation reaches the device one step late, which does not change the remaining text."""
     model, options = zoo.build("bart", torch.float32), {"num_beams": beams, "max_new_tokens": 13}
     expected = list(fastgen.generate_stream(model, SENTENCES[:2], **options))
     monkeypatch.setenv("FASTGEN_OPS", "triton")
@@ -175,7 +174,7 @@ def test_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_samples_stay_until_nobody_waits() -> None:
-    """What is drawn depends on the whole batch."""
+    """Random draws depend on the whole batch."""
     model, options = (
         zoo.build("bart"),
         {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 2},

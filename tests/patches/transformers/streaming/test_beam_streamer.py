@@ -1,4 +1,4 @@
-"""A streamer in beam search hears each token as soon as no other can come to stand in its place, and no sooner."""
+"""Check streamers in beam search: a token arrives as soon as it is final, and no sooner."""
 
 import itertools
 import threading
@@ -25,7 +25,7 @@ REFUSED = "`streamer` cannot be used with beam search"
 
 
 class Heard(BaseStreamer):
-    """Notes what it hears: the prompt, then the tokens behind it."""
+    """Records the prompt and the tokens after it."""
 
     def __init__(self) -> None:
         self.prompt: list[int] | None = None
@@ -53,7 +53,7 @@ class Heard(BaseStreamer):
 
 
 def _common(search: BeamSearch) -> list[int]:
-    """The tokens that all texts begin with which may still be returned, or which such a text descends from."""
+    """Return the common prefix of all texts that may still be returned, or their ancestors."""
     texts: list[list[int]] = search.ids[0, :, : search.length].tolist()
     finished, prompt = search.finished, search.prompt.shape[1]
     scores = finished.scores[0].tolist()
@@ -66,7 +66,7 @@ def _common(search: BeamSearch) -> list[int]:
 
 
 class Recorder:
-    """What had been heard behind each step of a beam search, and what was then certain."""
+    """Records the streamed text and the final prefix after each step of a beam search."""
 
     def __init__(self, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[tuple[list[int], list[int]]] = []
@@ -102,7 +102,7 @@ def _options(r: Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", ["gpt2", "bart", "t5"])
 def test_what_is_certain_is_heard_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over random options, behind every step: what is heard is what all texts that may be returned have in common."""
+    """With random options, the streamed text equals the stable prefix after every step."""
     early = 0
     for seed in range(12):
         r = Random(seed)
@@ -128,7 +128,7 @@ def test_what_is_certain_is_heard_at_once(family: str, monkeypatch: pytest.Monke
 
 
 def test_a_device_that_works_ahead_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is certain behind a step is then heard behind the next."""
+    """The stable prefix of one step is then streamed after the next."""
     monkeypatch.setattr(graph.DelayedRead, "ready", property(lambda self: False))
     model, heard = zoo.build("gpt2"), Heard()
     recorder = Recorder(heard, monkeypatch)
@@ -140,7 +140,7 @@ def test_a_device_that_works_ahead_is_not_waited_for(monkeypatch: pytest.MonkeyP
 
 
 def test_texts() -> None:
-    """transformers' own streamers print and hand on the text of the result."""
+    """transformers' own streamers print and forward the text of the result."""
     model, words = zoo.build("bart"), tokenizer()
     call = zoo.batch(model, 1, 6) | {
         "num_beams": 4,
@@ -174,7 +174,7 @@ def test_prompt_as_embeddings() -> None:
 
 
 def test_drafted_steps() -> None:
-    """The same where a small model drafts the steps of the search."""
+    """The same holds when a small model drafts the steps of the search."""
     large, small = pair("bart")
     call = zoo.batch(large, 1, 6) | {"num_beams": 3, "max_new_tokens": 20}
     heard = Heard()
@@ -238,7 +238,7 @@ class _OwnBeams(tf.GPT2LMHeadModel):
     ids=["family", "class", "call"],
 )
 def test_refused_as_in_transformers(build: Any, options: dict[str, Any], reason: str) -> None:
-    """Where the beam search is transformers' own, transformers says that it takes no streamer."""
+    """With transformers' own beam search, transformers raises its error about streamers."""
     model, heard = build(), Heard()
     call = (
         zoo.batch(model, 1, 6) | {"num_beams": 3, "max_new_tokens": 4, "streamer": heard} | options

@@ -1,4 +1,4 @@
-"""A stream tells the tokens of each sentence of a batch as soon as they are certain, each once and in order."""
+"""Check `on_tokens`: the tokens of each sentence arrive as soon as they are final, in order."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ OPTIONS["ending"] = {"max_new_tokens": 24, "eos_token_id": [2, *range(20, 50)], 
 
 
 class Told:
-    """Notes what is told of each sentence, and behind which step."""
+    """Records the tokens of each sentence, and the steps at which they arrived."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
-        self.steps: dict[int, list[int]] = {}  # when something was told
+        self.steps: dict[int, list[int]] = {}  # the steps at which tokens arrived
         self.step = 0
 
     def __call__(self, number: int, tokens: list[int]) -> None:
@@ -46,7 +46,7 @@ def _texts(model: Any, found: list[Any]) -> dict[int, list[int]]:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
-    """Whoever is in the list learns of each decode step."""
+    """Return a list of recorders that are notified of each decode step."""
     step, listening = DecoderStep.__call__, list[Told]()
 
     def counted(self: DecoderStep, ids: torch.Tensor, context: Any) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_each_token_is_told_once_while_the_batch_runs(
 
 @pytest.mark.parametrize("method", ["beams", "early"])
 def test_a_finished_text_is_told_to_its_end(method: str, steps: list[Told]) -> None:
-    """Sentences that have finished are known to be, while others of their batch run on."""
+    """Finished sentences are reported as such while others of their batch run on."""
     model = zoo.build("bart")
     told = Told()
     steps.append(told)
@@ -97,7 +97,7 @@ def test_a_finished_text_is_told_to_its_end(method: str, steps: list[Told]) -> N
 
 
 def test_what_is_certain_is_what_a_text_alone_has(steps: list[Told]) -> None:
-    """Of a beam search: behind each step a sentence of a batch has heard what it hears alone."""
+    """In beam search, each step of a batch streams for a sentence what it streams alone."""
     model, options = zoo.build("gpt2"), OPTIONS["beams"]
     together = Told()
     steps.append(together)

@@ -1,4 +1,4 @@
-"""Batches that start beside those that are running: the same sequences, and where they may not, the reason."""
+"""Check continuous batching: sequences stay equal, and refusals have a reason."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ def _sentences(count: int, seed: int = 0) -> list[list[int]]:
 def _alone(
     model: Any, sentences: list[list[int]], options: dict[str, Any]
 ) -> list[list[list[int]]]:
-    """What transformers gives for each sentence by itself."""
+    """Return the output of transformers for each sentence by itself."""
     with fastgen.disabled():
         return [model.generate(input_ids=torch.tensor([s]), **options).tolist() for s in sentences]
 
@@ -63,7 +63,7 @@ def _streamed(
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many batches each step of several was of; they start as soon as a few sentences have left."""
+    """Return the number of batches in each joint step; batches start once a few sentences left."""
     return start_soon(monkeypatch)
 
 
@@ -90,7 +90,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
 )
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
 def test_captured(family: str, options: str, together: list[int], graphs: Graphs) -> None:
-    """As on a GPU: a step of several batches is captured as it is, until one of them comes, leaves or moves."""
+    """As on a GPU, a joint step is captured until a batch joins, leaves or moves."""
     model, sentences = zoo.build(family), _sentences(40)
     expected = _alone(model, sentences, OPTIONS[options])
     assert _streamed(model, sentences, OPTIONS[options]) == expected
@@ -101,7 +101,7 @@ def test_captured(family: str, options: str, together: list[int], graphs: Graphs
 def test_steps_of_several_that_cannot_be_captured(
     together: list[int], graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that run go on, and no more start beside others."""
+    """Running batches continue, and no further ones start beside others."""
     position = Joint._position
 
     def asking(self: Joint) -> Any:
@@ -148,7 +148,7 @@ def test_steps_made_together_are_reported(
     together: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports = list[Any]()
-    note = lambda _patch, _model, report, *_: reports.append(report)
+    note = lambda _patch, _model, report, *_: reports.append(report)  # noqa: E731
     monkeypatch.setattr("fastgen.patches.transformers.streaming.suspend.note_served", note)
     _streamed(zoo.build("bart"), _sentences(40), OPTIONS["greedy"])
     assert sum(report.joined for report in reports) == sum(together) > 0
@@ -158,14 +158,14 @@ def test_steps_made_together_are_reported(
 def test_not_where_batches_end_at_once(
     monkeypatch: pytest.MonkeyPatch, together: list[int]
 ) -> None:
-    """The rule looks at what is done: here no sentence has left before the others."""
+    """The rule looks at finished work: here no sentence leaves before the others."""
     monkeypatch.setattr(continuous_batching, "OCCUPIED", 0.5)
     _streamed(zoo.build("bart"), _sentences(40), {"max_new_tokens": 9, "min_new_tokens": 9})
     assert together == []
 
 
 class _Own(TemperatureLogitsWarper):
-    """A processor that may look at the whole batch, for all that is known."""
+    """A processor that fastgen must assume to look at the whole batch."""
 
 
 def _by_modules(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
@@ -245,7 +245,7 @@ def test_switched_off(together: list[int]) -> None:
 
 
 def _raising_in(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let steps of several batches fail, or the beginning of a batch beside another."""
+    """Let joint steps fail, or the start of a batch beside another."""
     step, prefill = DecoderStep.__call__, SharedStepper.prefill
     joined = [False]
 
@@ -300,7 +300,7 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(together: list[int]) -> N
     model = zoo.build("bart", torch.float32)
     stream = fastgen.generate_stream(model, _sentences(40), max_tokens=60, **OPTIONS["greedy"])
     next(stream)
-    _assert_untouched(model)  # nothing runs while a sentence is looked at
+    _assert_untouched(model)  # nothing runs while the consumer handles a sentence
     stream.close()
     assert max(together) > 1
 

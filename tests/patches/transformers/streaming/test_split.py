@@ -1,4 +1,4 @@
-"""Batches for which memory runs out, at every stage of a call: the same output, in halves; or the same error."""
+"""Check batches that run out of memory in any stage: halving keeps the output or the error."""
 
 import copy
 from collections.abc import Callable
@@ -34,14 +34,14 @@ SPLIT = "a batch at once: there was not enough memory"
 
 
 def _rows_of(*arguments: Any) -> int:
-    """The rows of the first tensor among some arguments."""
+    """Return the number of rows of the first tensor among the arguments."""
     return next(
         part.shape[0] for part in arguments if isinstance(part, torch.Tensor) and part.dim()
     )
 
 
-# Where memory runs out: the owner of a function, its name, the arguments that show how many rows there are, and the
-# families and methods that come to it, at B rows or at B * M.
+# Where memory runs out: owner and name of a function, and its number of rows (B or B * M) as a
+# function of its arguments.
 STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "encoder": (
         BartEncoder,
@@ -170,7 +170,7 @@ def test_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
 def test_the_call_behind_a_failed_one_runs_on_torch(
     beams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes no memory for copies of weights, and says so, until `release`."""
+    """It makes no packed copies of weights, and reports it, until `release`."""
     model = interrupts.build("bart")
     kwargs = zoo.batch(model, 2, 9) | {"num_beams": beams, "max_new_tokens": 6}
     with fastgen.disabled():
@@ -207,11 +207,11 @@ def test_other_errors_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_everything_given_by_sentence_is_split(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Encoder outputs, prompts and masks; tensors that are settings stay whole."""
+    """Encoder outputs, prompts and masks are split; tensors that are settings stay whole."""
     model = zoo.build("bart")
     inputs = zoo.batch(model, 4, 9, "natural")
     prompt = torch.randint(4, zoo.VOCABULARY, (4, 3))
-    ends = torch.tensor([2, 7, 9, 30])  # as many as sentences
+    ends = torch.tensor([2, 7, 9, 30])  # as many as there are sentences
     with torch.no_grad():
         outputs = model.get_encoder()(**inputs)
     kwargs = {

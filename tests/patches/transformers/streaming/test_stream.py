@@ -1,4 +1,7 @@
-"""`fastgen.generate_stream`: what `generate` gives for each sentence by itself, in order, whatever the batches are."""
+"""Check `fastgen.generate_stream`.
+
+It yields, in order, what `generate` gives for each sentence by itself, in any batching.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -121,7 +124,7 @@ def test_errors(inputs: Any, options: dict[str, Any], error: type[Exception], sh
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_penalty_does_not_see_padding(family: str) -> None:
-    """Which is an end here, so that a penalty of it would be seen."""
+    """The padding is an end of sequence here, so a penalty on it would show."""
     model, sentences = zoo.build(family), _sentences(24)
     options = {
         "eos_token_id": [2, 7, 9],
@@ -184,7 +187,7 @@ SCORED: dict[str, dict[str, Any]] = OPTIONS | {
 def _scores_of_transformers(
     model: Any, sentence: list[int], options: dict[str, Any]
 ) -> torch.Tensor:
-    """What unpatched transformers says of the sequences of one sentence."""
+    """Return the scores of unpatched transformers for the sequences of one sentence."""
     with fastgen.disabled():
         found = model.generate(
             input_ids=torch.tensor([sentence]),
@@ -195,9 +198,8 @@ def _scores_of_transformers(
     if "num_beams" in options:
         return found.sequences_scores
     each = model.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
-    tokens = found.sequences[
-        0, -len(found.scores) :
-    ]  # of one row, behind which there is no padding
+    # A single row has no padding after it.
+    tokens = found.sequences[0, -len(found.scores) :]
     chosen = [
         scores.log_softmax(-1)[0, token] for scores, token in zip(found.scores, tokens, strict=True)
     ]
@@ -206,7 +208,7 @@ def _scores_of_transformers(
 
 
 class _Asks(LogitsProcessor):
-    """A user's processor that has the same model generate."""
+    """A user's processor that calls `generate` of the same model."""
 
     def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
         self.model, self.inputs, self.found = model, inputs, list[Any]()
@@ -218,7 +220,7 @@ class _Asks(LogitsProcessor):
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_call_within_a_stream_is_asked_for_nothing(beams: int) -> None:
-    """Neither for scores, nor whether somebody waits for its sentences."""
+    """It is asked neither for scores nor for cancellation."""
     model = zoo.build("bart")
     inputs = zoo.batch(model, 5, 6)
     expected = model.generate(**inputs, max_new_tokens=4)
@@ -262,9 +264,10 @@ def test_scores_are_those_of_transformers(family: str, options: str) -> None:
 
 
 def test_scores_where_transformers_own_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first batch shows that the loop is not fastgen's, and no later one is generated twice."""
+    """The first batch shows that fastgen's loop does not run; later ones are generated once."""
     model, calls = zoo.build("bart"), list[bool]()
-    monkeypatch.setattr(type(model), "_reorder_cache", lambda *_: None, raising=False)  # declined
+    # causes a fallback
+    monkeypatch.setattr(type(model), "_reorder_cache", lambda *_: None, raising=False)
     sentences = [[9, 8, 7], [5, 6], [4, 4, 4, 4]]
     forward = type(model).forward
 
