@@ -1,12 +1,22 @@
-"""Compile Triton's kernels for devices that are not here, and say what each takes of one.
+"""Compile Triton kernels for devices that are not present, and report the resources each one uses.
 
     python -m tests.compiled 8.6:float32 9.0:bfloat16
 
-For each compute capability the operations run at the shapes of `benchmarks.ops`, and attention at its largest, in the
-dtype named, with kernels that are compiled and never launched. Prints a JSON list of objects: kernel, capability,
-shared (bytes of shared memory of a program), spills (bytes of registers that a thread spills), registers (of a
-thread), barriers and copies (instructions that wait for all threads, and that load ahead), constants, error (None where
-it was compiled). Runs in a process of its own, as it says that there is a device.
+For each compute capability, this runs the operations at the shapes of `benchmarks.ops`, and
+attention at its largest, in the given dtype. Kernels are compiled and never launched. It prints a
+JSON list with one object per compiled kernel:
+
+    kernel: its name.
+    capability: compute capability of the device.
+    constants: constants it was compiled with.
+    error: None, or the error message where it did not compile; the fields below are then missing.
+    shared: bytes of shared memory per program.
+    spills: bytes of registers spilled per thread.
+    registers: registers per thread.
+    barriers: instructions at which all threads wait.
+    copies: asynchronous copies, which load ahead.
+
+Run it in its own process, because it makes Triton believe that there is a device.
 """
 
 import contextlib
@@ -23,24 +33,24 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ["FASTGEN_OPS"] = "triton"
-os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"  # which says what spills
+os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"  # makes Triton log register spills
 
 import torch
 
-torch.version.cuda = torch.version.cuda or "13.0"  # so that kernels are declared for a device
+torch.version.cuda = torch.version.cuda or "13.0"  # kernels are declared as for a device
 
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
 
-from benchmarks.ops import Rig, rows
-from fastgen.ops import beam_attention, cache, dispatch, rotation, tables
-from fastgen.ops.selection import choice, token_mask
-from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate, best_of_log_probs, kbest
+from benchmarks.ops import Rig, rows  # noqa: E402
+from fastgen.ops import beam_attention, cache, dispatch, rotation, tables  # noqa: E402
+from fastgen.ops.selection import choice, token_mask  # noqa: E402
+from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate, best_of_log_probs, kbest  # noqa: E402
 
 
 class Device:
-    """What Triton asks of the device that it compiles for."""
+    """What Triton asks about the device that it compiles for."""
 
     def __init__(self, capability: str) -> None:
         self.target = GPUTarget("cuda", int(capability.replace(".", "")), 32)
@@ -92,13 +102,17 @@ def main(devices: list[str]) -> None:
         capability, dtype = device.split(":")
         driver.set_active(Device(capability))
         for call in _calls(getattr(torch, dtype)):
-            with contextlib.suppress(Exception):  # on what no kernel has written
+            # Raised where the results of a kernel that did not run are used.
+            with contextlib.suppress(Exception):
                 call()
     print(json.dumps(found))
 
 
 def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
-    """Operations at realistic shapes, those of few lines beside them, and attention and k-best at their largest."""
+    """Yield operations at realistic shapes, and attention and k-best at their largest.
+
+    Small operations that `benchmarks.ops` does not cover are included.
+    """
     rig = Rig("cpu", dtype)
     for row in rows():
         if row.only != "cpu":
@@ -161,8 +175,7 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
 
 
 if __name__ == "__main__":
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # what is there already would not be compiled, and nothing said of it
+    # An empty cache: Triton reports nothing about kernels that it finds compiled.
+    with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         main(sys.argv[1:])

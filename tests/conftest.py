@@ -1,4 +1,4 @@
-"""What must hold before a test module is imported: no network, one thread, Triton's interpreter without a GPU."""
+"""Set up the test process: no network, one thread, and Triton's interpreter if there is no GPU."""
 
 import atexit
 import contextlib
@@ -17,16 +17,16 @@ from tests import sample
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tests compare bits and run several at a time: one thread each. Processes that tests start inherit it.
+# Tests compare results bit for bit, and several run at a time, so each uses one thread. Processes
+# that tests start inherit this setting.
 os.environ["OMP_NUM_THREADS"] = "1"
-# What fastgen keeps for later calls must neither come from nor go to the user's own folder.
+# Keep fastgen's persistent cache out of the user's own folder.
 os.environ["FASTGEN_CACHE_DIR"] = tempfile.mkdtemp(prefix="fastgen-tests-")
 atexit.register(shutil.rmtree, os.environ["FASTGEN_CACHE_DIR"], ignore_errors=True)
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # read when a kernel is declared, so before fastgen.ops is imported
-    )
+    # Triton reads this when a kernel is declared, so set it before fastgen.ops is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
     with contextlib.suppress(ModuleNotFoundError):
         from tests.support import interpreter
 
@@ -34,12 +34,16 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure() -> None:
-    """End the run if it is not on the transformers that it was to be on (`make test-all` names the oldest one)."""
+    """End the run if transformers is not the version in EXPECT_TRANSFORMERS.
+
+    `make test-all` sets it to the oldest supported version.
+    """
     wanted = os.environ.get("EXPECT_TRANSFORMERS")
     found = _version("transformers")
     if wanted and found != wanted:
         pytest.exit(
-            f"EXPECT_TRANSFORMERS={wanted}, but transformers {found} is the one that would be imported",
+            f"EXPECT_TRANSFORMERS={wanted}, but transformers {found} is the one "
+            "that would be imported",
             4,
         )
     if os.environ.get("PRETEND_GPU") == "1":
@@ -49,21 +53,24 @@ def pytest_configure() -> None:
 
 
 LONGEST = (
-    "graphs", "corpus_run", "kernels", "ray", "fairseq_cli", "compiled", "serve", "fairseq_workers", "kernel_calls",
-    "sanitizers",
+    "graphs", "corpus_run", "kernels", "ray", "fairseq_cli", "compiled", "serve", "fairseq_workers",
+    "kernel_calls", "sanitizers",
 )  # fmt: skip
-"""Files that take more than a minute and a half each."""
+"""Names of the test files that take more than 90 seconds each."""
 
 
 def pytest_collection_finish() -> None:
-    """Leave what there is now out of garbage collection, which would look at millions of objects each time."""
+    """Exclude everything collected so far from garbage collection.
+
+    Otherwise each collection would traverse millions of objects.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _canary() -> None:
-    """On a transformers newer than tested, have the canary answer before a test replaces something that it runs."""
+    """Run the canary before a test replaces what it runs, if transformers is newer than tested."""
     from fastgen.patches.transformers import TOOLKIT
 
     version = _version("transformers")
@@ -76,7 +83,7 @@ def _canary() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_it_was() -> Iterator[None]:
-    """What a test, or a command that it calls in this process, sets for the whole process is set back behind it."""
+    """Restore process-wide settings that a test, or a command it calls in this process, changes."""
     from fastgen.models.layers import packed_weights
 
     threads = torch.get_num_threads()
@@ -89,7 +96,10 @@ def _as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is faster depends on the processor: here it is always one of the kind on which most goes to oneDNN."""
+    """Pretend that the processor is an AMD one before Zen 5, for which most products go to oneDNN.
+
+    The fastest implementation depends on the processor; this makes the choice deterministic.
+    """
     from fastgen.ops import processor
 
     monkeypatch.setattr(processor, "on_intel", lambda: False)
@@ -99,7 +109,7 @@ def _processor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _system_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are packed whatever else takes the machine's memory now."""
+    """Pack weights regardless of how much of the machine's memory is in use."""
     from fastgen.models.memory import budget
 
     monkeypatch.setattr(budget, "system_memory", lambda: None)
@@ -107,7 +117,7 @@ def _system_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def by_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there are no operations in C."""
+    """Disable the operations in C."""
     from fastgen.ops import native
 
     monkeypatch.setattr(native, "library", lambda: None)
@@ -115,7 +125,7 @@ def by_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    """Sets a `FASTGEN_*` variable for the time of a test."""
+    """Yield a function that sets a `FASTGEN_*` variable for the duration of a test."""
     from fastgen import config
 
     def change(name: str, value: str) -> None:
@@ -128,12 +138,15 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], No
 
 
 def pytest_report_header() -> str:
-    return f"torch {torch.__version__}, transformers {_version('transformers')}, cuda {torch.version.cuda or 'none'}"
+    return (
+        f"torch {torch.__version__}, transformers {_version('transformers')}, "
+        f"cuda {torch.version.cuda or 'none'}"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at `-m`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first, so that no worker waits in the end; mark what the sample leaves out."""
+    """Sort the longest files first, so that no worker idles at the end; mark unsampled tests."""
     order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
     not_in_cover, not_in_sample = sample.beyond(items)
@@ -154,14 +167,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _counts(config: pytest.Config) -> dict[str, int]:
-    """Return the numbers of tests, where a worker of pytest-xdist reports them from."""
+    """Return the test counts, stored where a pytest-xdist worker reports them from."""
     output: dict[str, dict[str, int]] = getattr(config, "workeroutput", vars(config))
     return output.setdefault("fastgen_tests", {})
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # from pytest-xdist
 def pytest_testnodedown(node: Any) -> None:
-    """Take over the numbers that a worker has counted: the process that reports collects nothing itself."""
+    """Take over the counts of a worker, as the reporting process does not collect tests itself."""
     _counts(node.config).update(getattr(node, "workeroutput", {}).get("fastgen_tests", {}))
 
 
@@ -171,7 +184,8 @@ def pytest_terminal_summary(
     counts = _counts(config)
     if counts:
         terminalreporter.write_line(
-            f"of {counts['tests']} tests `make test` runs {counts['sample']}, `make test-all` {counts['all']}, "
+            f"of {counts['tests']} tests `make test` runs {counts['sample']}, "
+            f"`make test-all` {counts['all']}, "
             "and `make test-every` every combination of parameters"
         )
 

@@ -1,7 +1,8 @@
-"""Random calls of `generate`, with fastgen and without: `python -m tests.fuzz -n 1000`, or `make fuzz N=1000`.
+"""Compare random calls of `generate` with and without fastgen: `make fuzz N=1000`.
 
-Call i is drawn from the number ``--seed`` + i alone, so that a difference is repeated by ``--seed S -n 1``. What can be
-drawn is one table, `OPTIONS`; `tests/patches/transformers/generate/test_fuzz.py` draws from the same one.
+The same as a command: ``python -m tests.fuzz -n 1000``. Call i is drawn from the number ``--seed``
++ i alone, so ``--seed S -n 1`` reproduces a difference. The table `OPTIONS` holds everything that
+can be drawn; `tests/patches/transformers/generate/test_fuzz.py` draws from it too.
 """
 
 import argparse
@@ -43,11 +44,11 @@ from tests.support.surroundings import SURROUNDINGS
 
 V = zoo.VOCABULARY
 ROUNDING = 1e-6
-"""What one rounding of float32, in which the toolkit keeps its scores whatever the model's dtype, may come to."""
+"""Upper bound of one fp32 rounding; the toolkit keeps scores in fp32 whatever the model's dtype."""
 
 
 class Witness:
-    """An argument with a memory of what it was called with; a copy starts anew, and `made` lists the copies."""
+    """An argument that records its calls. A copy starts empty and is listed in `made`."""
 
     made: ClassVar[list["Witness"]] = []
 
@@ -65,7 +66,11 @@ class Witness:
 
 
 class Favour(Witness, LogitsProcessor):
-    """A user's processor: shifts scores by whole rows (0), bans in place (1), bans every token (2), gives NaN (3)."""
+    """A user's logits processor.
+
+    Variant 0 shifts the scores of whole rows, 1 bans tokens in place, 2 bans every token, 3 returns
+    NaN.
+    """
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.seen.append((input_ids.tolist(), tuple(scores.shape), scores.dtype))
@@ -81,7 +86,10 @@ class Favour(Witness, LogitsProcessor):
 
 
 class Stops(Witness, StoppingCriteria):
-    """A user's criterion: after two even tokens (0), at a length (1), for every other row (2)."""
+    """A user's stopping criterion.
+
+    Variant 0 stops after two even tokens, 1 at a length, 2 stops every other row.
+    """
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.seen.append((input_ids.tolist(), None if scores is None else len(scores)))
@@ -94,7 +102,10 @@ class Stops(Witness, StoppingCriteria):
 
 
 class Allowed(Witness):
-    """A prefix_allowed_tokens_fn: several tokens (0), one (1), of some sentences the end only (2)."""
+    """A `prefix_allowed_tokens_fn`.
+
+    Variant 0 allows several tokens, 1 a single one, 2 only the end token for some sentences.
+    """
 
     def __call__(self, sentence: int, ids: torch.Tensor) -> list[int]:
         self.seen.append((sentence, ids.tolist()))
@@ -107,7 +118,7 @@ class Allowed(Witness):
 
 
 class Listener(Witness, BaseStreamer):
-    """A streamer that notes what it hears."""
+    """A streamer that records what it receives."""
 
     def put(self, value: torch.Tensor) -> None:
         self.seen.append(value.tolist())
@@ -118,9 +129,13 @@ class Listener(Witness, BaseStreamer):
 
 @dataclass
 class Call:
-    """One call of `generate`: a model, its arguments, and the sizes at which fastgen changes its ways.
+    """A call of `generate`: a model, its arguments, and the sizes at which fastgen changes methods.
 
-    around: names of `tests.support.surroundings`, each with the seed of what it chooses.
+    Attributes:
+        small: whether k-best works over groups of tokens and the KV cache is compacted often, as
+            for large inputs.
+        growth: slots by which KV buffers grow.
+        around: names in `tests.support.surroundings`, each with the seed of its choices.
     """
 
     family: str
@@ -138,7 +153,10 @@ class Call:
         return self.family in zoo.ENCODER_DECODERS
 
     def __str__(self) -> str:
-        sizes = f"kbest in groups: {self.small}, cache growth: {self.growth}, torch seed: {self.torch_seed}"
+        sizes = (
+            f"kbest in groups: {self.small}, cache growth: {self.growth}, "
+            f"torch seed: {self.torch_seed}"
+        )
         sizes += f", around: {self.around}" if self.around else ""
         return f"{self.family} ({sizes})\n  " + "\n  ".join(
             f"{k}={_short(v)}" for k, v in self.kwargs.items()
@@ -158,7 +176,7 @@ Drawn = dict[str, Any]
 
 @dataclass(frozen=True)
 class Option:
-    """One choice: it is made with probability `chance`, and `draw` gives the arguments it adds."""
+    """An option that is drawn with probability `chance`; `draw` returns the arguments it adds."""
 
     chance: float
     draw: Callable[[Random, Call], Drawn]
@@ -197,7 +215,8 @@ def _returned(r: Random, call: Call) -> Drawn:
 
 
 def _attentions(r: Random, call: Call) -> Drawn:
-    # Else sdpa, which has none: what the toolkit does then is compared too.
+    # Otherwise the implementation is sdpa, which returns no attentions. The toolkit's behaviour is
+    # compared in that case too.
     if r.random() < 0.8 and (
         call.encoder_decoder or not bool((call.kwargs["input_ids"] == zoo.PAD).any())
     ):
@@ -270,8 +289,11 @@ def _token_types(r: Random, call: Call) -> Drawn:
 
 
 def _given_past(r: Random, call: Call) -> Drawn:
-    """A cache of the user's: empty, or filled with the beginning of the text, mostly for the rows of the call."""
-    if call.family == "unilm":  # takes none: it would hold the source, too
+    """Add a user-provided cache: empty, or filled with the start of the prompt.
+
+    It mostly has as many rows as the call.
+    """
+    if call.family == "unilm":  # takes no cache, as it would have to hold the source too
         return {}
     config, filled = call.model.config, r.random() < 0.8
     cache: Any = (
@@ -301,9 +323,8 @@ def _given_past(r: Random, call: Call) -> Drawn:
             past = r.randint(1, seen["input_ids"].shape[1] - 1)
             seen = {name: value[:, :past] for name, value in seen.items()}
             if "attention_mask" in call.kwargs and r.random() < 0.3:
-                call.kwargs["input_ids"] = call.kwargs["input_ids"][
-                    :, past:
-                ]  # the mask is that of the whole text
+                # The attention mask still covers the whole prompt.
+                call.kwargs["input_ids"] = call.kwargs["input_ids"][:, past:]
         with torch.no_grad():
             call.model(**seen, **{CACHE: cache})
     return {CACHE: cache}
@@ -327,7 +348,7 @@ def _assistant(r: Random, call: Call) -> Drawn:
 
 
 def _as_config(r: Random, call: Call) -> Drawn:
-    """Hand the options over in a GenerationConfig, as scripts do."""
+    """Pass the options in a GenerationConfig, as scripts do."""
     known = set(tf.GenerationConfig().to_dict())
     options = {name: value for name, value in call.kwargs.items() if name in known}
     ids: Drawn = {"pad_token_id": zoo.PAD, "eos_token_id": zoo.EOS, "bos_token_id": 1}
@@ -335,7 +356,7 @@ def _as_config(r: Random, call: Call) -> Drawn:
         ids["decoder_start_token_id"] = zoo.START
     try:
         config = tf.GenerationConfig(**(ids | options))
-    except ValueError:  # contradictory options: `generate` itself is to refuse them
+    except ValueError:  # contradictory options, which `generate` itself has to reject
         return {}
     for name in options:
         del call.kwargs[name]
@@ -353,12 +374,13 @@ def _witness(
 
 
 def _streamer(r: Random, call: Call) -> Drawn:
-    # With several beams transformers refuses one, or never tells it the end (`test_beam_streamer.py`).
+    # With several beams transformers rejects a streamer, or never calls its `end`
+    # (`test_beam_streamer.py`).
     return {} if call.kwargs.get("num_beams", 1) > 1 else {"streamer": Listener(0)}
 
 
 OPTIONS: dict[str, Option] = {
-    # What a call runs.
+    # Decoding method and length.
     "beams": Option(0.75, _pick("num_beams", 1, 2, 2, 3, 3, 4, 4, 5)),
     "sampling": Option(0.35, _pick("do_sample", True)),
     "sequences": Option(0.3, _pick("num_return_sequences", 1, 2, 2, 3, 5)),
@@ -367,7 +389,7 @@ OPTIONS: dict[str, Option] = {
         0.35, _pick("length_penalty", -2.0, -1.0, -0.3, 0.0, 0.4, 0.6, 1.0, 2.0, 5)
     ),
     "early stopping": Option(0.4, _pick("early_stopping", True, "never", False)),
-    # What draws are made from.
+    # Sampling.
     "temperature": Option(0.15, _pick("temperature", 0.1, 0.7, 1.0, 1.3, 3.0)),
     "top_k": Option(0.15, _pick("top_k", 0, 1, 2, 5, 20, 200)),
     "top_p": Option(0.1, _pick("top_p", 0.05, 0.5, 0.9, 1.0)),
@@ -376,7 +398,7 @@ OPTIONS: dict[str, Option] = {
     "typical_p": Option(0.06, _pick("typical_p", 0.2, 0.9)),
     "epsilon": Option(0.06, _pick("epsilon_cutoff", 1e-3, 0.2)),
     "eta": Option(0.06, _pick("eta_cutoff", 1e-3, 0.2)),
-    # What is banned, forced or shifted.
+    # Banned, forced and biased tokens.
     "minimum": Option(
         0.15, lambda r, _: {r.choice(["min_length", "min_new_tokens"]): r.randint(0, 18)}
     ),
@@ -425,7 +447,7 @@ OPTIONS: dict[str, Option] = {
     "padding": Option(0.15, lambda r, _: {"pad_token_id": r.choice([0, 1, _token(r)])}),
     "time": Option(0.05, _pick("max_time", 1000.0, 1e-9)),
     "stop strings": Option(0.04, _stop_strings),
-    # What a user brings.
+    # User-provided callbacks.
     "allowed": Option(0.08, _witness("prefix_allowed_tokens_fn", Allowed, 0, 0, 1, 2)),
     "processor": Option(
         0.1,
@@ -449,7 +471,7 @@ OPTIONS: dict[str, Option] = {
         ),
     ),
     "streamer": Option(0.06, _streamer),
-    # What goes in and comes out.
+    # Inputs and outputs.
     "decoder prompt": Option(0.2, _decoder_prompt),
     "encoder outputs": Option(0.06, _encoder_outputs),
     "no mask": Option(0.1, _no_mask),
@@ -480,7 +502,7 @@ def model_of(
 
 @functools.cache
 def tokenizer() -> Any:
-    """A tokenizer whose token i is the text "ti"."""
+    """Return a tokenizer whose token i is the text `ti`."""
     from tokenizers import Tokenizer, models
 
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(V)}, unk_token="t1"))
@@ -492,17 +514,18 @@ def tokenizer() -> Any:
 def draw(
     r: Random, families: Sequence[str] = tuple(zoo.FAMILIES), dtype: torch.dtype = torch.float64
 ) -> Call:
-    """Draw a call from the table."""
+    """Draw a call from `OPTIONS`."""
     family = r.choice(families)
     attention = {0: "eager", 1: zoo.OWN_ATTENTION}.get(int(r.random() * 10), "")
-    if family == "gemma2" and attention == zoo.OWN_ATTENTION:  # which has no softcap
+    if family == "gemma2" and attention == zoo.OWN_ATTENTION:  # does not support softcapping
         attention = ""
     eager = attention == "eager"
     model = model_of(family, dtype, attention, int(r.random() < 0.3))
     sentences, length = r.randint(1, 5), r.randint(1, 14)
     padding = r.choice(["none", "natural", "natural", "left", "right"])
     if family == "gemma2" or (eager and family in zoo.DECODERS):
-        # Stock transformers gives NaN: eager attention's softmax in float32 over float64's lowest number, -inf there.
+        # Stock transformers returns NaN here: its eager attention computes the softmax in fp32,
+        # where the lowest fp64 number of the mask becomes -inf.
         padding = "none"
     inputs = zoo.batch(model, sentences, length, padding, seed=r.randrange(1 << 30))
     call = Call(
@@ -515,19 +538,17 @@ def draw(
         r.random() < 0.7,
         r.choice([1, 2, 5, 32]),
     )
-    few = (
-        r.random() < 0.5
-    )  # half of the calls combine few options, so that those reach the decoding loops
+    # Half of the calls combine few options, so that they reach fastgen's decode loops.
+    few = r.random() < 0.5
     for option in OPTIONS.values():
         if r.random() < option.chance * (0.4 if few else 1.0):
             call.kwargs |= option.draw(r, call)
     call.around = {
         name: r.randrange(1 << 30) for name in SURROUNDINGS if r.random() < (0.05 if few else 0.02)
     }
+    # transformers creates their tensors in the default dtype and then cannot use them.
     if any(_has(call, name) for name in ("sequence_bias", "bad_words_ids")):
-        call.around.pop(
-            "default_dtype", None
-        )  # transformers makes their tensors in it, and then cannot use them
+        call.around.pop("default_dtype", None)
     return call
 
 
@@ -537,7 +558,10 @@ def _has(call: Call, name: str) -> bool:
 
 @contextmanager
 def small_sizes(call: Call) -> Iterator[None]:
-    """Make small inputs take the roads of large ones: k-best over groups of tokens, buffers that grow, sweeps."""
+    """Let small inputs take the code paths of large ones.
+
+    k-best works over groups of tokens, KV buffers grow, and the KV cache is compacted often.
+    """
     before = kbest.SMALL, kbest.GROUP, room.GROWTH, room.COMPACT_EVERY
     if call.small:
         kbest.SMALL, kbest.GROUP, room.COMPACT_EVERY = 0, 4, 2
@@ -550,7 +574,7 @@ def small_sizes(call: Call) -> Iterator[None]:
 
 @contextmanager
 def surrounded(call: Call) -> Iterator[None]:
-    """What was drawn to lie around a call."""
+    """Enter the surroundings that were drawn for a call."""
     with warnings.catch_warnings(), ExitStack() as around:
         warnings.simplefilter("ignore")
         for name, seed in call.around.items():
@@ -559,13 +583,12 @@ def surrounded(call: Call) -> Iterator[None]:
 
 
 def check(call: Call, tolerance: float = 1e-9) -> BaseException | None:
-    """Assert that fastgen changes nothing about a call; return the exception that both runs raised, if any."""
+    """Assert that fastgen does not change a call; return the exception that both runs raised."""
     if call.family == "gemma2" or call.model.config._attn_implementation == "eager":
-        tolerance = max(
-            tolerance, 1e-3
-        )  # stock's eager attentions compute their softmax in float32
+        # The toolkit's eager attention computes its softmax in fp32.
+        tolerance = max(tolerance, 1e-3)
     Witness.made.clear()
-    decide.refused.clear()  # each call finds out by itself
+    decide.refused.clear()  # no decision carries over from an earlier call
     with small_sizes(call), surrounded(call):
         result = assert_same(call.model, call.kwargs, call.torch_seed, tolerance)
     half = len(Witness.made) // 2
@@ -578,7 +601,10 @@ def check(call: Call, tolerance: float = 1e-9) -> BaseException | None:
 
 
 def is_near_tie(call: Call, tolerance: float) -> bool:
-    """Whether transformers' own output becomes another one with weights an ulp apart, for one of 16 such changes."""
+    """Return whether the toolkit's own output changes when its weights change by one ulp.
+
+    Tries 16 such perturbations.
+    """
     with fastgen.disabled(), surrounded(call):
         stock = run(call.model, copy.deepcopy(call.kwargs), call.torch_seed)
         for seed in range(16):
@@ -593,7 +619,7 @@ def is_near_tie(call: Call, tolerance: float) -> bool:
 
 @contextmanager
 def by_an_ulp(model: Any, seed: int) -> Iterator[None]:
-    """Within it, the weights of a model are off by one rounding, up or down."""
+    """Perturb every weight of a model by one ulp, up or down at random, inside the context."""
     before = {weight: weight.detach().clone() for weight in model.parameters()}
     numbers = torch.Generator().manual_seed(seed)
     for weight, own in before.items():
@@ -609,7 +635,7 @@ def by_an_ulp(model: Any, seed: int) -> Iterator[None]:
 
 @dataclass
 class Tally:
-    """What a run of calls came to."""
+    """Counts of a fuzzing run, and the seeds of calls whose outputs were not equal."""
 
     calls: int = 0
     raised: Counter[str] = field(default_factory=Counter[str])
@@ -621,7 +647,7 @@ class Tally:
 def fuzz(
     n: int, seed: int, families: Sequence[str], dtype: torch.dtype, tolerance: float, verbose: bool
 ) -> Tally:
-    """Compare n calls, printing each difference."""
+    """Compare n random calls and print each difference."""
     tally = Tally()
     for number in tqdm(range(seed, seed + n), unit="call", disable=None):
         call = draw(Random(number), families, dtype)
@@ -667,11 +693,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tf.logging.set_verbosity_error()
     before, served = Counter(fallbacks()), hits()
     tally = fuzz(
-        given.n, given.seed, given.family, getattr(torch, given.dtype), 1e-9 if given.dtype == "float64" else 1e-4,
-        given.verbose,
+        given.n, given.seed, given.family, getattr(torch, given.dtype),
+        1e-9 if given.dtype == "float64" else 1e-4, given.verbose,
     )  # fmt: skip
     print(
-        f"{tally.calls} calls: {hits() - served} loops run by fastgen, {sum(tally.raised.values())} raised alike"
+        f"{tally.calls} calls: {hits() - served} loops run by fastgen, "
+        f"{sum(tally.raised.values())} raised alike"
     )
     for name, count in tally.raised.most_common():
         print(f"  raised {name}: {count}")
@@ -679,14 +706,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"  fell back, {reason}: {count}")
     if tally.rounded:
         print(
-            f"  equal tokens, scores a rounding of float32 apart: {len(tally.rounded)}, seeds {tally.rounded}"
+            f"  equal tokens, scores a rounding of float32 apart: {len(tally.rounded)}, "
+            f"seeds {tally.rounded}"
         )
     if tally.near_ties:
         print(
-            f"  transformers' own output differs by an ulp, too: {len(tally.near_ties)}, seeds {tally.near_ties}"
+            f"  transformers' own output differs by an ulp, too: {len(tally.near_ties)}, "
+            f"seeds {tally.near_ties}"
         )
     print(
-        f"{len(tally.differences)} differences{f': seeds {tally.differences}' if tally.differences else ''}"
+        f"{len(tally.differences)} differences"
+        f"{f': seeds {tally.differences}' if tally.differences else ''}"
     )
     return int(bool(tally.differences))
 

@@ -1,7 +1,8 @@
 """Check an installed fastgen: `python -P tests/installed.py native`, or `torch`.
 
-A tiny random model generates with and without fastgen. With `native` operations must have run in C;
-with `torch` there must be none in C. Nothing of the checkout is imported, nothing is downloaded.
+Generates with a tiny random model, with and without fastgen. With `native`, operations must have
+run in C; with `torch`, none may have. The script imports nothing from the checkout and downloads
+nothing.
 """
 
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 os.environ["FASTGEN_OPS"] = (
     "native" if sys.argv[1:] == ["native"] else "auto"
-)  # native: in C on every processor
+)  # runs in C on every supported processor
 
 import torch
 from transformers import MarianConfig, MarianMTModel
@@ -28,8 +29,9 @@ def main(expected: str) -> None:
     torch.manual_seed(0)
     config = MarianConfig(
         vocab_size=101, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, init_std=0.4,
-        pad_token_id=100, eos_token_id=0, decoder_start_token_id=100, forced_eos_token_id=None,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64,
+        max_position_embeddings=64, init_std=0.4, pad_token_id=100, eos_token_id=0,
+        decoder_start_token_id=100, forced_eos_token_id=None,
     )  # fmt: skip
     model = MarianMTModel(config).eval()
     sources = torch.randint(1, 100, (3, 7))

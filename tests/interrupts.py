@@ -1,8 +1,10 @@
-"""Calls that are interrupted at random instants leave nothing behind: `python -m tests.interrupts -n 10000`.
+"""Check that calls interrupted at random instants leave nothing behind.
 
-An interrupt is a signal whose handler raises, as Ctrl-C is, or an exception that another thread sets
-(`PyThreadState_SetAsyncExc`), as servers do to end a request. It may strike at any instruction of Python's.
-FASTGEN_OPS names the backend.
+    python -m tests.interrupts -n 10000
+
+An interrupt is a signal whose handler raises, such as Ctrl-C, or an exception that another thread
+sets (`PyThreadState_SetAsyncExc`), as servers do to end a request. It may strike at any Python
+instruction. FASTGEN_OPS selects the backend.
 """
 
 import argparse
@@ -29,8 +31,9 @@ from fastgen.patches.engine import engine
 
 SIZES: dict[str, Any] = {"vocab_size": 211, "pad_token_id": 0, "eos_token_id": 2}
 _SEQ2SEQ: dict[str, Any] = SIZES | {
-    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "init_std": 0.3,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 112, "decoder_ffn_dim": 112, "decoder_start_token_id": 3,
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "init_std": 0.3, "decoder_attention_heads": 4, "encoder_ffn_dim": 112, "decoder_ffn_dim": 112,
+    "decoder_start_token_id": 3,
 }  # fmt: skip
 _CAUSAL: dict[str, Any] = SIZES | {
     "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -70,7 +73,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 class Interrupt(BaseException):
-    """What an interrupt raises."""
+    """The exception that an interrupt raises."""
 
 
 def build(family: str) -> Any:
@@ -84,7 +87,7 @@ def call_of(model: Any, method: str) -> Callable[[], list[list[int]]]:
     mask[0, :3] = 0
 
     def call() -> list[list[int]]:
-        if method == "stream":  # batches of two sentences and of one, the second beside the first
+        if method == "stream":  # batches of two sentences and of one, which runs beside the first
             found = fastgen.generate_stream(model, list(ids), max_tokens=24, **METHODS[method])
             return [row for rows in found for row in rows.tolist()]
         if method == "sampling":
@@ -95,7 +98,7 @@ def call_of(model: Any, method: str) -> Callable[[], list[list[int]]]:
 
 
 def by_signal(call: Callable[[], Any], after: float) -> bool:
-    """Make a call which a signal interrupts after so many seconds; return whether it was in time."""
+    """Run a call that a signal interrupts after `after` seconds; return whether it did."""
 
     def strike(*_: object) -> None:
         raise Interrupt
@@ -115,7 +118,7 @@ def by_signal(call: Callable[[], Any], after: float) -> bool:
 
 
 def by_thread(call: Callable[[], Any], after: float) -> bool:
-    """The same by another thread, which sets the exception."""
+    """Run a call that another thread interrupts after `after` seconds, by setting an exception."""
     target, over = threading.get_ident(), threading.Event()
 
     def strike() -> None:
@@ -134,7 +137,7 @@ def by_thread(call: Callable[[], Any], after: float) -> bool:
             struck = True
         over.set()
         thread.join()
-        for _ in range(100):  # where it came too late for the call, it is raised here
+        for _ in range(100):  # an interrupt that comes too late for the call is raised here
             time.sleep(0)
     except Interrupt:
         over.set()
@@ -143,7 +146,7 @@ def by_thread(call: Callable[[], Any], after: float) -> bool:
 
 
 def fairseq_call(beams: int) -> tuple[Any, Callable[[], list[list[int]]]]:
-    """A model of fairseq's, and a call of a generator."""
+    """Return a fairseq model, and a function that generates with it."""
     from tests.support import fairseq_zoo as zoo
 
     model, sample = zoo.build("transformer", torch.float32), zoo.batch(3, 8)
@@ -159,7 +162,7 @@ HOW = {"signal": by_signal, "thread": by_thread}
 
 
 def left_behind(*models: nn.Module) -> list[str]:
-    """What is still there of calls that are over; empty where all is as it was before them."""
+    """Return descriptions of state that finished calls left behind; empty if they left none."""
     found = [
         f"a forward of {name or 'the model'}"
         for m in models
@@ -201,7 +204,7 @@ def _free_for_others(lock: Any) -> bool:
 def run(
     call: Callable[[], Any], models: list[Any], count: int, how: str, seed: int
 ) -> tuple[int, list[str]]:
-    """Interrupt a call so many times; return how often it was struck, and what was left behind."""
+    """Interrupt a call `count` times; return how many interrupts struck and what they left."""
     rng = random.Random(seed)
     for _ in range(3):
         call()

@@ -1,12 +1,12 @@
-"""The operations in C on tensors of odd shapes, against torch: `python -m tests.native_fuzz FOLDER`.
+"""Compare the operations in C with torch on odd shapes: `python -m tests.native_fuzz FOLDER`.
 
-It loads the libraries of a folder that `fastgen/ops/native/build.py --sanitize FOLDER` has filled, in
-a process into which the sanitizers' library is preloaded (`environment`). The sanitizers end the
-process at the first read or write outside of a tensor's memory; a result that differs from torch's
-raises. Round i of a seed is drawn from the two numbers alone.
+The process loads the libraries that `fastgen/ops/native/build.py --sanitize FOLDER` has put into a
+folder, with the sanitizers' runtime preloaded (`environment`). The sanitizers end the process at
+the first read or write outside of a tensor's memory. A result that differs from torch's raises.
+Round i of a seed is drawn from these two numbers alone.
 
-With ``--pytest FILE ...`` the libraries run those tests instead, and with ``--wrong`` calls of C that
-are wrong on purpose, which the sanitizers have to find.
+With ``--pytest FILE ...`` the libraries run those tests instead. With ``--wrong`` they run calls
+that are wrong on purpose, which the sanitizers have to detect.
 """
 
 import argparse
@@ -50,13 +50,13 @@ VARIANTS = (("avx2", "avx2"), ("avx512", "avx512_f"))
 
 
 def variants() -> list[str]:
-    """The sets of instructions that this processor has a library for."""
+    """Return the instruction sets for which this processor can run a library."""
     has = torch.cpu.get_capabilities()
     return [name for name, flag in VARIANTS if has.get(flag)]
 
 
 def why_not() -> str | None:
-    """Say why there is no library with sanitizers here; None where there can be."""
+    """Return why libraries with sanitizers cannot be built here, or None if they can."""
     if sys.platform != "linux" or not variants():
         return "the operations in C are for Linux on x86-64 with AVX2"
     if shutil.which("gcc") is None:
@@ -75,9 +75,9 @@ def _library(name: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The variables of a process that loads libraries with sanitizers.
+    """Return the environment of a process that loads libraries with sanitizers.
 
-    libstdc++ is preloaded too: AddressSanitizer looks for its `__cxa_throw` when the process starts.
+    libstdc++ is preloaded too, as AddressSanitizer looks for its `__cxa_throw` at process start.
     """
     preloaded = " ".join(_library(name) for name in ("libasan.so", "libstdc++.so"))
     return os.environ | {
@@ -91,7 +91,7 @@ def environment() -> dict[str, str]:
 
 
 class Draw:
-    """What a round draws."""
+    """The random numbers of one round."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -107,7 +107,7 @@ class Draw:
         return torch.randint(below, shape, generator=self.generator)
 
     def strided(self, *shape: int) -> Tensor:
-        """A tensor with gaps between its rows, whose last row ends where its memory does."""
+        """Return a tensor, often with gaps between rows; its last row ends where memory does."""
         if len(shape) < 2 or self.random.random() < 0.5:
             return self.normal(*shape)
         gap = self.random.randint(1, 5)
@@ -246,14 +246,14 @@ OPERATIONS: tuple[Callable[[Draw], None], ...] = (
 
 
 IN_C = (
-    "beam_attention", "cache", "choice", "decoder_step", "embedding", "encoder", "kbest", "linear", "log_softmax",
-    "ngram_block", "search", "tables", "token_mask",
+    "beam_attention", "cache", "choice", "decoder_step", "embedding", "encoder", "kbest", "linear",
+    "log_softmax", "ngram_block", "search", "tables", "token_mask",
 )  # fmt: skip
-"""What has to run in C at least once, as the calls are counted."""
+"""Operations that have to run in C at least once, by the names under which calls are counted."""
 
 
 def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
-    """A model of one layer, whose weights are large enough for no near ties."""
+    """Return a model of one layer whose weights are large enough to avoid near ties."""
     width, wide = dims * heads, draw.random.choice((24, 65, 130))
     tokens: dict[str, Any] = {
         "vocab_size": vocabulary,
@@ -275,8 +275,9 @@ def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
         case "llama":
             return tf.LlamaForCausalLM(
                 tf.LlamaConfig(
-                    **tokens, hidden_size=width, intermediate_size=wide, num_hidden_layers=1, head_dim=dims,
-                    num_attention_heads=heads, num_key_value_heads=1, initializer_range=0.4,
+                    **tokens, hidden_size=width, intermediate_size=wide, num_hidden_layers=1,
+                    head_dim=dims, num_attention_heads=heads, num_key_value_heads=1,
+                    initializer_range=0.4,
                 )
             )  # fmt: skip
         case "t5":
@@ -289,15 +290,19 @@ def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
         case _:
             return tf.BartForConditionalGeneration(
                 tf.BartConfig(
-                    **tokens, d_model=width, encoder_layers=1, decoder_layers=1, encoder_attention_heads=heads,
-                    decoder_attention_heads=heads, encoder_ffn_dim=wide, decoder_ffn_dim=wide, init_std=0.5,
+                    **tokens, d_model=width, encoder_layers=1, decoder_layers=1,
+                    encoder_attention_heads=heads, decoder_attention_heads=heads,
+                    encoder_ffn_dim=wide, decoder_ffn_dim=wide, init_std=0.5,
                     decoder_start_token_id=3, forced_eos_token_id=None, max_position_embeddings=64,
                 )
             )  # fmt: skip
 
 
 def search(draw: Draw) -> None:
-    """Whole searches of a tiny model: steps one by one and in a row, sentences that leave, masks of padding."""
+    """Compare whole searches of a tiny model.
+
+    They include single and multistep decoding, batch compaction and padding masks.
+    """
     choose = draw.random.choice
     dims, heads, vocabulary = choose(native.HEAD_DIMS), choose((1, 2)), choose((67, 97, 211, 1031))
     model = _model(draw, dims, heads, vocabulary).eval()
@@ -336,7 +341,7 @@ def search(draw: Draw) -> None:
 
 
 def fuzz(variant: str, rounds: int, seed: int) -> None:
-    """Run so many rounds of each operation, and a tenth as many searches, by the library of a set of instructions."""
+    """Run each operation `rounds` times, and a tenth as many searches, with a variant's library."""
     by = native.load(variant)
     native.found = lambda: native.Found(variant, by)
     native.FEW_SCORES = native.FEW_HEADS = 0
@@ -363,7 +368,7 @@ def fuzz(variant: str, rounds: int, seed: int) -> None:
 
 
 def wrong(variant: str, kind: str) -> None:
-    """Call C wrongly: with a row more than there is, or at an address where no number of fp32 may lie."""
+    """Call C wrongly: with one row too many, or at an address that is misaligned for fp32."""
     by = native.load(variant)
     logits = torch.zeros(3, 65)
     out = torch.zeros(3, 65)

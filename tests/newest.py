@@ -1,7 +1,7 @@
-"""Check a release of transformers that lies in a folder of its own, before its tests run: `make newest`.
+"""Check a transformers release in its own folder before its tests run: `make newest`.
 
-Prints its version to stdout and everything else to stderr. The exit status is 1 if the environment does not meet the
-requirements of the release.
+Prints its version to stdout and everything else to stderr. The exit status is 1 if the environment
+does not meet the requirements of the release.
 """
 
 import sys
@@ -16,7 +16,11 @@ from fastgen.patches.transformers import TOOLKIT
 
 
 def unmet(release: metadata.Distribution, path: Sequence[str]) -> Iterator[tuple[Requirement, str]]:
-    """Yield the requirements of a release that the packages on a path do not meet, each with the version found."""
+    """Yield each requirement of a release that the packages on `path` do not meet.
+
+    Yields:
+        The requirement, and the version found or "none".
+    """
     for requirement in map(Requirement, release.requires or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -26,7 +30,11 @@ def unmet(release: metadata.Distribution, path: Sequence[str]) -> Iterator[tuple
 
 
 def main(folder: Path) -> int:
-    """Print the version of the release in a folder, how it compares with the pinned one, and unmet requirements."""
+    """Report the version of the release in `folder`, how it compares with the pinned one, and gaps.
+
+    Returns:
+        The exit status: 1 if the environment does not meet the requirements of the release, else 0.
+    """
     release = next(iter(metadata.distributions(name="transformers", path=[str(folder)])))
     version, pinned = release.version, TOOLKIT.tested
     if version == pinned:

@@ -1,7 +1,8 @@
-"""Which combinations of parameters a command runs: `make test` a few, `make test-all` a cover, `make test-every` all.
+"""Select the parameter combinations that each `make` target runs.
 
-A cover of a test function's combinations has every value of every parameter at least once ("each-choice coverage",
-Ammann and Offutt 1994). The sample of `make test` has at most `MOST` of them, evenly spread.
+`make test` runs a few, `make test-all` a cover, `make test-every` all. A cover of a test function's
+combinations has every value of every parameter at least once ("each-choice coverage", Ammann and
+Offutt 1994). The sample of `make test` has at most `MOST` of them, evenly spread.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,11 +10,11 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 MOST = 3
-"""Combinations of one test function."""
+"""Maximum number of combinations per test function in the sample."""
 
 
 def beyond(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the items that are in no cover, and those that are in one and not in the sample."""
+    """Return the items outside every cover, and the items in a cover but not in the sample."""
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -27,7 +28,7 @@ def beyond(items: Iterable[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
 
 
 def _cover(grid: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return items of a grid that together have all values of its parameters, found greedily."""
+    """Return items of a grid that together have every value of its parameters, chosen greedily."""
     values = {item: _values(item) for item in grid if hasattr(item, "callspec")}
     missing = set().union(*values.values())
     rest = list(values)
@@ -41,12 +42,12 @@ def _cover(grid: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _spread(cover: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-    """Return `MOST` items of a cover."""
+    """Return at most `MOST` items of a cover, evenly spread."""
     if len(cover) <= MOST:
         return cover
     return [cover[round(place * (len(cover) - 1) / (MOST - 1))] for place in range(MOST)]
 
 
 def _values(item: pytest.Item) -> set[tuple[str, int]]:
-    """Return the name and the identity of each value of an item: all items of a grid share the values' objects."""
+    """Return name and identity of each parameter value; the items of a grid share the objects."""
     return {(name, id(value)) for name, value in item.callspec.params.items()}

@@ -1,4 +1,4 @@
-"""`fastgen bench` at toy size: its table, its files, what it refuses, and no speed where outputs differ."""
+"""`fastgen bench` at toy size: its table, its files, its errors, and no speed on a mismatch."""
 
 import json
 import time
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*max_length.*")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each kind of model, and a text."""
+    """Return a folder with a model of each kind, and a text."""
     place = tmp_path_factory.mktemp("bench")
     torch.manual_seed(0)
     shape: dict[str, Any] = {
@@ -93,7 +93,7 @@ def test_each_cell_is_compared_and_timed(
 
 
 def test_text_of_a_file(folder: Path, tmp_path: Path) -> None:
-    """Blank lines are none of its sources, and outputs end where they end."""
+    """Blank lines are no sources, and outputs stop at their end token."""
     given = ("--input", folder / "text", "--num-beams", 2, "--batch-size", 6, "--output", tmp_path)
     assert bench(folder / "marian", *given) == 0
     (one,) = cells_of(tmp_path).values()
@@ -167,7 +167,7 @@ def test_it_ends_in_time(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fewer rounds where they do not fit, and no more cells once the time is over."""
+    """Run fewer rounds when time is short, and no more cells once it is up."""
     right = LlamaForCausalLM.generate
     monkeypatch.setattr(
         LlamaForCausalLM,

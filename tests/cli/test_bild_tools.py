@@ -1,4 +1,4 @@
-"""The tools of big-little decoding at toy size: `fastgen bild align`, `fastgen bild tune`, the benchmark of a pair."""
+"""The tools of big-little decoding at toy size: `fastgen bild align`, `tune`, and the benchmark."""
 
 import json
 import os
@@ -48,7 +48,7 @@ NEW = 8
 
 
 def tokenizer_of(words: str = "</s>") -> PreTrainedTokenizerFast:
-    """Bytes; it adds no end token."""
+    """Return a tokenizer of bytes that adds no end token."""
     pieces = ["<pad>", words, "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>")
@@ -67,9 +67,11 @@ def tokenizer_of(words: str = "</s>") -> PreTrainedTokenizerFast:
 def marian(width: int, seed: int) -> MarianMTModel:
     torch.manual_seed(seed)
     shape = MarianConfig(
-        vocab_size=259, d_model=width, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64, init_std=0.5,
-        pad_token_id=0, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None, dropout=0.0,
+        vocab_size=259, d_model=width, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, max_position_embeddings=64, init_std=0.5, pad_token_id=0,
+        bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
+        dropout=0.0,
     )  # fmt: skip
     return MarianMTModel(shape).eval()
 
@@ -77,15 +79,16 @@ def marian(width: int, seed: int) -> MarianMTModel:
 def llama(width: int, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     shape = LlamaConfig(
-        vocab_size=259, hidden_size=width, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        initializer_range=0.5, pad_token_id=0, bos_token_id=0, eos_token_id=1,
+        vocab_size=259, hidden_size=width, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, initializer_range=0.5, pad_token_id=0, bos_token_id=0,
+        eos_token_id=1,
     )  # fmt: skip
     return LlamaForCausalLM(shape).eval()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders large and small of each kind, and the texts."""
+    """Return a folder with a large and a small model of each kind, and the texts."""
     place = tmp_path_factory.mktemp("pair")
     for kind, build in (("marian", marian), ("llama", llama)):
         for name, width, seed in (("large", 16, 0), ("small", 8, 1)):
@@ -141,7 +144,7 @@ def loss_of(model: Any, data: list[dict[str, list[int]]]) -> float:
         return float(model.float()(**collate(data, 0)).loss)
 
 
-# ---- align
+# Alignment
 
 
 @pytest.mark.parametrize("kind", ["marian", "llama"])
@@ -203,7 +206,7 @@ HEADER = {"large": "1", "lines": 5, "max_new_tokens": 8}
 
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
-    """One process is killed while it writes; what the next one makes begins behind what was written."""
+    """A run that was killed during a write resumes after what was written."""
     file = tmp_path / "o.jsonl"
     code = (
         "import os, signal, sys, pathlib\n"
@@ -220,7 +223,7 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert not file.exists()
     part = tmp_path / "o.jsonl.part"
     with part.open("ab") as stream:
-        stream.write(b"[4" + b",4" * 50)  # a line that was being written
+        stream.write(b"[4" + b",4" * 50)  # an incomplete line
     asked = []
 
     def make(at: int) -> Iterator[list[int]]:
@@ -298,7 +301,7 @@ def test_changed_weights_and_texts_are_noticed(folder: Path, tmp_path: Path) -> 
     assert digest(text) != before[1]
 
 
-# ---- what the user has to mend
+# User errors
 
 
 def test_what_is_wrong_is_said_before_anything_is_done(
@@ -369,7 +372,7 @@ def test_lines_and_end_tokens(tmp_path: Path) -> None:
         pair.encode(tokenizer, ["a", ""], False, None)
 
 
-# ---- tune
+# Tuning
 
 
 def point(rollback: float | None, quality: float, ratio: float, low: float) -> dict[str, Any]:
@@ -476,7 +479,7 @@ def test_where_nothing_is_faster_no_config_is_written(
 def test_a_tuned_config_can_be_tuned_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an earlier tuning has left in the large model's own config does not reach the measurement."""
+    """Settings that an earlier tuning left in the large model's config are not measured."""
     model = marian(16, 0)
     model.generation_config.num_beams = 4
     vars(model.generation_config).update(
@@ -545,8 +548,8 @@ def test_tune_refuses_texts_that_do_not_match(
     ],
 )
 def test_what_cannot_be_measured_is_said(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    variable: str, value: str, message: str,
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], variable: str, value: str, message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setenv(variable, value)
     config.reload()
@@ -562,7 +565,7 @@ def test_what_cannot_be_measured_is_said(
 def test_a_generation_config_that_cannot_be_written_is_said(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything is trained."""
+    """The error comes before any training."""
     marian(8, 1).save_pretrained(tmp_path / "small")
     tokenizer_of().save_pretrained(tmp_path / "small")
     (tmp_path / "small" / "generation_config.json").write_text(
@@ -594,7 +597,7 @@ def test_rouge() -> None:
     assert metric.score(["a b", "a b"], ["a b", "c d"]) == pytest.approx(50)
 
 
-# ---- the benchmark
+# Benchmark
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like examples/en-es, with an untrained toy for a model."""
+    """Return a folder like examples/en-es whose model is an untrained toy."""
     folder = tmp_path_factory.mktemp("en-es")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: i for i, piece in enumerate(["<pad>", "</s>", "<unk>", *alphabet])}
@@ -43,9 +43,10 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).save_pretrained(folder / "model")
     torch.manual_seed(0)
     config = MarianConfig(
-        vocab_size=len(vocabulary), d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=256, init_std=0.5,
-        pad_token_id=0, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
+        vocab_size=len(vocabulary), d_model=16, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, max_position_embeddings=256, init_std=0.5, pad_token_id=0,
+        bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
     )  # fmt: skip
     MarianMTModel(config).half().save_pretrained(folder / "model")
     (folder / "test.en").write_text("One.\nThe second line.\n" * 5, "utf-8")
@@ -83,7 +84,7 @@ def test_status_as_json():
     found = json.loads(done.stdout)
     assert found["enabled"] is False
     assert {row["state"] for row in found["rows"]} == {"off"}
-    # Without its patches fairseq cannot be imported on a Python of today.
+    # Without fastgen's patches, fairseq cannot be imported on current Python versions.
     assert not [module for module in found["import_problems"] if not module.startswith("fairseq")]
     assert {v["name"]: v["value"] for v in found["variables"]}["FASTGEN"] == "0"
 
@@ -114,7 +115,11 @@ def test_what_a_toolkit_needs_is_said_once(
 
 
 def test_help_imports_no_torch():
-    code = "import sys, fastgen.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    code = (
+        "import sys, fastgen.cli as c\n"
+        "try: c.main(['--help'])\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )

@@ -1,4 +1,4 @@
-"""`fastgen doctor`, run as a user runs it, in surroundings that lack something or have it wrong."""
+"""`fastgen doctor`, run as a user runs it, in broken or incomplete environments."""
 
 import json
 import os
@@ -33,7 +33,7 @@ PathFinder.find_spec = classmethod(hidden)
 from fastgen.cli import main
 
 sys.exit(main())
-"""
+"""  # noqa: E501
 FAIRSEQ = ("fairseq", "fairseq_cli")
 
 PATCHED = len(PATCHES)
@@ -42,7 +42,7 @@ PATCHED = len(PATCHES)
 def doctor(
     *words: str, hidden: tuple[str, ...] = FAIRSEQ, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `fastgen doctor` where some modules are not installed."""
+    """Run `fastgen doctor` with the modules in `hidden` not installed."""
     command = [sys.executable, "-c", CODE.format(hidden=hidden), "doctor", *words]
     environment = {
         name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
@@ -53,7 +53,7 @@ def doctor(
 
 
 def findings(done: subprocess.CompletedProcess[str]) -> dict[str, list[dict[str, str]]]:
-    """What it printed as JSON; the exit status says whether there is trouble."""
+    """Return the checks printed as JSON, after comparing them with the exit status."""
     assert done.stdout.startswith("{"), done.stderr
     found = json.loads(done.stdout)
     troubles = texts(found["checks"], "trouble")
@@ -69,7 +69,7 @@ def texts(found: dict[str, list[dict[str, str]]], level: str, *subjects: str) ->
 
 
 def stub(folder: Path, version: str, body: str = "") -> str:
-    """Put a transformers into a folder that has a version, its modules, and nothing in them; return PYTHONPATH."""
+    """Write a transformers package whose modules are empty to a folder; return PYTHONPATH."""
     modules = [patch.address.module.split(".") for patch in PATCHES]
     packages = {
         "/".join([*names[:end], "__init__"]) for names in modules for end in range(1, len(names))
@@ -158,7 +158,8 @@ def test_an_unsupported_transformers(tmp_path: Path) -> None:
     assert version.startswith("transformers 4.40.0 (>=5.17 is supported")
     assert version.endswith("fastgen accelerates nothing of it")
     assert patches.startswith(
-        f"transformers: {PATCHED} patches skipped: transformers 4.40.0 found; >=5.17 is supported; pip"
+        f"transformers: {PATCHED} patches skipped: transformers 4.40.0 found; "
+        ">=5.17 is supported; pip"
     )
     assert (
         texts(found, "note", "self-check")[0]
@@ -206,7 +207,8 @@ def test_variables_that_hold_what_they_cannot() -> None:
         f"{name}={value}" for name, value in wrong.items()
     }
     assert {f["advice"] for f in troubles} == {
-        "unset it for the default, 1", "did you mean transformers.beam_search?", "name another folder, or unset it",
+        "unset it for the default, 1", "did you mean transformers.beam_search?",
+        "name another folder, or unset it",
     }  # fmt: skip
     assert len(texts(found, "trouble")) == 3
     assert f"transformers: {PATCHED} patches applied" in texts(found, "ok", "patches")
@@ -264,7 +266,8 @@ def test_threads_and_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_two_openmp_runtimes(tmp_path: Path) -> None:
     (libgomp,) = {Path(file) for file in openmp_runtimes(Path("/proc/self/maps").read_text())}
     copy = str(shutil.copy(libgomp, tmp_path / "libgomp-copy.so.1"))
-    # Behind torch: before it, the loader would take the copy, of the same name inside, for torch's own.
+    # Loaded after torch, because otherwise the loader would take the copy for torch's own library:
+    # both have the same internal name.
     path = stub(tmp_path, "4.40.0", f"import ctypes, torch; ctypes.CDLL({copy!r})")
     found = findings(doctor("--json", PYTHONPATH=path))
     (text,) = [text for text in texts(found, "note", "surroundings") if "OpenMP" in text]
@@ -292,12 +295,12 @@ def test_other_tokens_are_trouble(
     assert "trouble  other tokens than without fastgen: BART gave other tokens" in shown
     assert "-> FASTGEN=0 until it is found" in shown
 
-    monkeypatch.setattr(canary, "agree", lambda: (True, "equal"))  # of calls that nobody has made
+    monkeypatch.setattr(canary, "agree", lambda: (True, "equal"))  # compares no calls at all
     found = examine(self_check)[0]
     assert (found.level, found.text) == ("trouble", "equal, but fastgen's loops did not run")
 
     def agrees_in_parity_mode() -> tuple[bool, str]:
-        """What is returned is equal, as it is the toolkit's own both times."""
+        """Report equal outputs: in parity mode, the toolkit's own output is returned both times."""
         engine.compared("different")
         return True, "equal"
 

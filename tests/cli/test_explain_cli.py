@@ -1,4 +1,4 @@
-"""`fastgen explain` prints what `fastgen.explain` finds; its exit status says which loop would run."""
+"""`fastgen explain` prints the findings of `fastgen.explain`, and exits with what would run."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ NEW = ("--max-new-tokens", 4)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models without tokenizers: `marian`, `llama`, and `mamba`, a family that fastgen declines."""
+    """Return folders of models without tokenizers: `marian`, `llama`, and unsupported `mamba`."""
     root = tmp_path_factory.mktemp("models")
     shape: dict[str, Any] = {
         "vocab_size": 96,
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def explain(model: Path, *words: object) -> int:
-    """Run the command; return its exit status, where argparse ends it too."""
+    """Run the command and return its exit status, also where argparse exits."""
     try:
         return main([str(word) for word in ("explain", model, "--device", "cpu", *words)])
     except SystemExit as stopped:
@@ -117,7 +117,7 @@ def test_declined_calls_have_status_1_and_their_reason(
 def test_options_of_the_model_and_of_a_file_hold(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A flag goes before the file, and the file before the model's own generation config."""
+    """Flags override the file, and the file overrides the model's own generation config."""
     model = zoo.build("llama")
     model.generation_config.num_beams, model.generation_config.max_new_tokens = 2, 4
     model.save_pretrained(tmp_path / "model")
@@ -172,7 +172,10 @@ def test_a_file_with_an_argument_for_python_alone(
     file = tmp_path / "scores.json"
     file.write_text('{"output_scores": true}')
     assert explain(folders / "llama", "--generation-config", file) == 2
-    message = f"--generation-config {file}: output_scores is not an option here: fastgen.explain(model, ...) takes it"
+    message = (
+        f"--generation-config {file}: output_scores is not an option here: "
+        "fastgen.explain(model, ...) takes it"
+    )
     assert message in capsys.readouterr().err
 
 

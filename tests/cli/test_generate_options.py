@@ -1,4 +1,4 @@
-"""`fastgen generate`: its options, what reaches `generate`, and what is said before a model is loaded."""
+"""`fastgen generate`: its options, what it passes to `generate`, and early errors."""
 
 from __future__ import annotations
 
@@ -58,23 +58,25 @@ def tokenizer_of(limit: int = 256) -> Any:
 def marian(seed: int, layers: int = 1) -> Any:
     torch.manual_seed(seed)
     config = tf.MarianConfig(
-        vocab_size=len(tokenizer_of()), d_model=16, encoder_layers=1, decoder_layers=layers, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=256, init_std=0.5,
-        pad_token_id=0, bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
-        task_specific_params={"sum": {"prefix": "sum: ", "num_beams": 2, "max_new_tokens": 5, "dropout": 0.1}},
+        vocab_size=len(tokenizer_of()), d_model=16, encoder_layers=1, decoder_layers=layers,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, max_position_embeddings=256, init_std=0.5, pad_token_id=0,
+        bos_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
+        task_specific_params={"sum": {"prefix": "sum: ", "num_beams": 2, "max_new_tokens": 5,
+        "dropout": 0.1}},
     )  # fmt: skip
     return tf.MarianMTModel(config)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Toys of one tokenizer: `model` and `small`, encoder-decoders, and `decoder`."""
+    """Return toys with one tokenizer: encoder-decoders `model` and `small`, and `decoder`."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(2)
     decoder = tf.GPT2LMHeadModel(
         tf.GPT2Config(
-            vocab_size=len(tokenizer_of()), n_embd=16, n_layer=1, n_head=2, n_positions=256, initializer_range=0.5,
-            bos_token_id=1, eos_token_id=1,
+            vocab_size=len(tokenizer_of()), n_embd=16, n_layer=1, n_head=2, n_positions=256,
+            initializer_range=0.5, bos_token_id=1, eos_token_id=1,
         )
     )  # fmt: skip
     for name, model in (("model", marian(0)), ("small", marian(1)), ("decoder", decoder)):
@@ -96,7 +98,7 @@ def command(model: Path, text: Path, output: Path | None, *words: object) -> lis
 
 
 def by_transformers(folder: Path, lines: list[str], **options: Any) -> list[list[str]]:
-    """What unpatched transformers writes for each line by itself."""
+    """Return what unpatched transformers generates for each line by itself."""
     kind = tf.GPT2LMHeadModel if folder.name == "decoder" else tf.MarianMTModel
     model, tokenizer = (
         kind.from_pretrained(folder, dtype=torch.float64),
@@ -117,7 +119,7 @@ def by_transformers(folder: Path, lines: list[str], **options: Any) -> list[list
     return done
 
 
-# ---- outputs
+# Outputs
 
 
 def one_line(text: str) -> str:
@@ -161,8 +163,8 @@ def test_several_with_scores(folders: Path, text: Path, tmp_path: Path) -> None:
         ids = tokenizer_of()([row["text"]], return_tensors="pt")["input_ids"]
         with fastgen.disabled():
             found = model.generate(
-                input_ids=ids, max_new_tokens=8, num_beams=3, num_return_sequences=2, return_dict_in_generate=True,
-                output_scores=True,
+                input_ids=ids, max_new_tokens=8, num_beams=3, num_return_sequences=2,
+                return_dict_in_generate=True, output_scores=True,
             )  # fmt: skip
         assert row["scores"] == pytest.approx(found.sequences_scores.tolist(), abs=1e-9)
         assert (row["output"], row["score"]) == (row["outputs"][0], row["scores"][0])
@@ -217,12 +219,13 @@ def test_a_task_of_the_model(
 
 
 def test_draws_depend_on_the_seed(folders: Path, text: Path) -> None:
-    """And on what the caller of `generate` does with it: a job seeds each block."""
+    """The generator uses torch's random state as its caller sets it, as a job seeds each block."""
     options = Options(
         folders / "model", {"max_new_tokens": 8, "do_sample": True}, scores=True, seed=3
     )
     generator = TextGenerator(options)
-    generator(LINES)  # the first call's first token comes through the modules, and rounds otherwise
+    # The first call computes its first token in the modules, which round differently.
+    generator(LINES)
     torch.manual_seed(options.seed)
     one = generator(LINES)
     torch.manual_seed(options.seed)
@@ -268,7 +271,7 @@ def test_lower_layers_draft(text: Path, tmp_path: Path, caplog: pytest.LogCaptur
 def test_another_on_error_goes_on_with_lines_of_text(
     folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also behind a blank line, which no --on-error handles."""
+    """Resuming also works after a blank line, which no --on-error option handles."""
     (tmp_path / "in.txt").write_bytes(b"a\n\n\xff\nc\n")
     words = command(
         folders / "model", tmp_path / "in.txt", tmp_path / "out.txt", *NEW, "--block", "2"
@@ -321,11 +324,11 @@ def test_a_blank_field_of_a_table_is_a_problem(
     assert "record 2: there is no text" in capsys.readouterr().err
 
 
-# ---- the limit of outputs
+# Output limits
 
 
 def limits_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
-    """Note the width of the source and the `max_new_tokens` of each call."""
+    """Record the source width and the `max_new_tokens` of each call."""
     noted: list[tuple[int, Any]] = []
     generate = tf.MarianMTModel.generate
 
@@ -343,10 +346,10 @@ def limits_of(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
 
 
 def endless(folder: Path, place: Path, **stored: Any) -> Path:
-    """A model that ends no output by itself, with a generation config."""
+    """Save a model that never ends an output by itself, with a generation config."""
     model = marian(0)
     model.generation_config.update(**stored)
-    model.final_logits_bias[0, 1] = -1e4  # of its end token
+    model.final_logits_bias[0, 1] = -1e4  # the bias of its end token
     model.save_pretrained(place)
     tokenizer_of().save_pretrained(place)
     return place
@@ -358,14 +361,17 @@ def test_without_a_limit_it_goes_by_the_source(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """2 tokens for each of the batch's longest source and 200 more, and no more than the model has positions for."""
+    """The limit is 200 tokens plus 2 per token of the longest source, within the positions."""
     model = endless(folders, tmp_path / "model")
     (tmp_path / "in.txt").write_text("seven..\n" + "x" * 60 + "\n")
     noted = limits_of(monkeypatch)
     words = [*("--summary", tmp_path / "summary.json"), "--batch-tokens", 64]
     assert main(command(model, tmp_path / "in.txt", tmp_path / "out.txt", *words)) == 0
     assert noted[-2:] == [(61, 255), (8, 216)]
-    said = "2 of 2 outputs hit the limit (200 tokens and 2 for each of a batch's longest source; --max-new-tokens N sets"
+    said = (
+        "2 of 2 outputs hit the limit (200 tokens and 2 for each of a batch's longest source; "
+        "--max-new-tokens N sets"
+    )
     assert said in capsys.readouterr().err
     assert json.loads((tmp_path / "summary.json").read_text())["at_limit"] == 2
     assert main(command(model, tmp_path / "in.txt", tmp_path / "two.txt", *NEW)) == 0
@@ -375,15 +381,25 @@ def test_without_a_limit_it_goes_by_the_source(
 @pytest.mark.parametrize(
     ("stored", "words", "tokens", "said"),
     [
-        ({"max_length": 9}, [], 8, "max_length=9 of the model's generation config; --max-new-tokens N sets another"),
-        ({"max_new_tokens": 7}, [], 7, "max_new_tokens=7 of the model's generation config; --max-new"),
+        (
+            {"max_length": 9},
+            [],
+            8,
+            "max_length=9 of the model's generation config; --max-new-tokens N sets another",
+        ),
+        (
+            {"max_new_tokens": 7},
+            [],
+            7,
+            "max_new_tokens=7 of the model's generation config; --max-new",
+        ),
         ({"max_length": 9, "forced_eos_token_id": 1}, [], 7, "max_length=9 of the model's"),
         ({"max_length": 9}, ["--max-length", 6], 5, "--max-length 6"),
     ],
-)  # fmt: skip
+)
 def test_a_limit_that_somebody_has_set_holds(
-    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], stored: dict[str, Any],
-    words: list[object], tokens: int, said: str,
+    folders: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    stored: dict[str, Any], words: list[object], tokens: int, said: str,
 ) -> None:  # fmt: skip
     model = endless(folders, tmp_path / "model", **stored)
     summary = tmp_path / "summary.json"
@@ -497,7 +513,7 @@ def test_warnings_that_say_nothing_are_not_said(
     assert not caplog.records
 
 
-# ---- metrics
+# Metrics
 
 
 def test_metrics_are_those_of_the_libraries(
@@ -509,8 +525,10 @@ def test_metrics_are_those_of_the_libraries(
 
     references = tmp_path / "ref.txt"
     references.write_text("".join(f"{line}\n" for line in reversed(LINES)))
-    words = ["--reference_path", references, "--metric", "bleu", "chrf", "rouge1", "rougeL", "--score_path",
-             tmp_path / "scores.json"]  # fmt: skip
+    words = [
+        "--reference_path", references, "--metric", "bleu", "chrf", "rouge1", "rougeL",
+        "--score_path", tmp_path / "scores.json",
+    ]  # fmt: skip
     for name in ("out.txt", "out.jsonl", "out.csv", "out.parquet"):
         assert main(command(folders / "model", text, tmp_path / name, *NEW, *words)) == 0
         found = json.loads((tmp_path / "scores.json").read_text())
@@ -591,7 +609,7 @@ def test_too_few_references_for_standard_input_keep_the_output(
     assert len((tmp_path / "out.txt").read_text().splitlines()) == 2
 
 
-# ---- options
+# Options
 
 
 def parsed(folders: Path, *words: str) -> dict[str, Any]:
@@ -619,16 +637,22 @@ def parsed(folders: Path, *words: str) -> dict[str, Any]:
         ("--suppress-tokens [5,6]", {"suppress_tokens": [5, 6]}),
         ("--bad-words-ids [[1,2],[3]]", {"bad_words_ids": [[1, 2], [3]]}),
         ("--bad-words-ids [1,2] [3]", {"bad_words_ids": [[1, 2], [3]]}),
-        ("--exponential-decay-length-penalty 10 1.2", {"exponential_decay_length_penalty": [10, 1.2]}),
+        (
+            "--exponential-decay-length-penalty 10 1.2",
+            {"exponential_decay_length_penalty": [10, 1.2]},
+        ),
         ("--sequence-bias [[[1,2],0.5]]", {"sequence_bias": [[[1, 2], 0.5]]}),
         ("--cache-implementation static", {"cache_implementation": "static"}),
         ("--max-gen-length 9 --min_gen_length 2", {"max_length": 9, "min_length": 2}),
         ("--n-best 3", {"num_return_sequences": 3}),
-        ("--num-beam-groups 2 --diversity-penalty 0.5", {"num_beam_groups": 2, "diversity_penalty": 0.5}),
+        (
+            "--num-beam-groups 2 --diversity-penalty 0.5",
+            {"num_beam_groups": 2, "diversity_penalty": 0.5},
+        ),
         ("--force-words-ids [[5,6],[[7],[8]]]", {"force_words_ids": [[5, 6], [[7], [8]]]}),
         ("--penalty-alpha 0.6 --top-k 4", {"penalty_alpha": 0.6, "top_k": 4}),
     ],
-)  # fmt: skip
+)
 def test_flags(folders: Path, words: str, expected: dict[str, Any]) -> None:
     assert parsed(folders, *words.split(" ")) == expected
 
@@ -693,7 +717,10 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--bs", "8"], "--bs is not an option here: batches are of like lengths"),
         (["--stop-strings", "x"], "--stop-strings is not an option here: what ends there"),
         (["--dola-layers", "low"], "transformers has taken it out"),
-        (["--num-beams", "4", "--num-beam-groups", "3"], "num_beams=4 cannot be divided by num_beam_groups=3"),
+        (
+            ["--num-beams", "4", "--num-beam-groups", "3"],
+            "num_beams=4 cannot be divided by num_beam_groups=3",
+        ),
         (["more"], "'more' is not expected there"),
         (["--num-beams", "x"], "--num-beams x: must be int"),
         (["--num-beams", "0"], "--num-beams 0: must be at least 1, not 0"),
@@ -710,15 +737,27 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--worker-cpus", "nan"], "argument --worker-cpus: must be above 0, not nan"),
         (["--column", "x"], "lines of text have no columns"),
         (["--input-format", "csv"], "--column is needed"),
-        (["--output-format", "parquet"], "--output-format parquet is not written to standard output"),
+        (
+            ["--output-format", "parquet"],
+            "--output-format parquet is not written to standard output",
+        ),
         (["--metric", "bleu"], "--metric needs --reference"),
         (["--reference", "x"], "--reference: standard output is not read again"),
         (["--assistant-model", "nothing"], "nothing: there is no such folder"),
-        (["--fallback-threshold", "0.5"], "needs a small model, either --assistant-model or --assistant-early-exit"),
-        (["--assistant-early-exit", "1", "--fallback-threshold", "2"], "--fallback-threshold is 2.0; it must be"),
-        (["--assistant-early-exit", "1", "--lossless", "--scores"], "--scores: a text that is drafted has none"),
+        (
+            ["--fallback-threshold", "0.5"],
+            "needs a small model, either --assistant-model or --assistant-early-exit",
+        ),
+        (
+            ["--assistant-early-exit", "1", "--fallback-threshold", "2"],
+            "--fallback-threshold is 2.0; it must be",
+        ),
+        (
+            ["--assistant-early-exit", "1", "--lossless", "--scores"],
+            "--scores: a text that is drafted has none",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_before_a_model_is_loaded(
     folders: Path, text: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
@@ -836,8 +875,8 @@ def test_too_many_references_are_said_first(
     ],
 )
 def test_a_failing_machine_is_no_problem_of_a_text(
-    folders: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    error: Exception, said: str,
+    folders: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], error: Exception, said: str,
 ) -> None:  # fmt: skip
     def failing(*_: Any) -> Any:
         raise error

@@ -1,4 +1,4 @@
-"""The comparison of speeds (fastgen.cli.bench.measure) and the logic of the benchmarks, at toy size."""
+"""Speed comparison (`fastgen.cli.bench.measure`) and the logic of the benchmarks, at toy size."""
 
 import gc
 import json
@@ -93,7 +93,7 @@ def test_bad_numbers_are_named(rounds, warmup):
 
 
 def test_who_leaves_things_out_of_collections_first_takes_them_in_again():
-    gc.unfreeze()  # what the tests' own set-up has left out
+    gc.unfreeze()  # undoes the freeze in conftest.py
     try:
         with measure.frozen():
             with measure.frozen():
@@ -117,10 +117,11 @@ def test_an_exception_of_an_arm_passes_and_garbage_collection_is_on_again():
 
 def test_paired_ratio():
     assert paired_ratio([4.0], [2.0]) == (2.0, 2.0, 2.0)
+    # Drift that is common to a pair cancels.
     baseline, candidate = (
         [2.0, 4.0, 6.0, 8.0, 90.0],
         [1.0, 2.0, 3.0, 4.0, 9.0],
-    )  # drift within the pairs cancels
+    )
     ratio, low, high = paired_ratio(baseline, candidate)
     assert ratio == 2
     assert low == 2 <= high
@@ -159,7 +160,7 @@ def test_outcome_without_rounds_has_no_seconds():
     assert math.isnan(Outcome(True, 0).baseline_seconds)
 
 
-# ---- margins: the toolkit's search replayed
+# Margins: replays of the toolkit's search
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +215,7 @@ def test_a_wrong_sequence_is_no_near_tie(bart):
 
 
 def test_twins_are_a_near_tie():
-    """Two tokens with one embedding have one score: to choose the other is no error."""
+    """Two tokens with the same embedding have the same score, so choosing the other is no error."""
     case = CASES["bart_large"].tiny()
     assert case.shape is not None
     model = case.shape.build(torch.float32, "cpu")
@@ -246,7 +247,7 @@ def test_a_tie_has_no_margin():
     assert replayed([far, far], [4, 0], set()) == math.inf, "no token of the vocabulary"
 
 
-# ---- the benchmarks themselves
+# Benchmarks
 
 
 def bench(*words):
@@ -457,7 +458,7 @@ def test_ctranslate2_translates_the_same_texts(tmp_path):
 
 @pytest.mark.parametrize("name", ["gpu_bart_large", "gpu_gpt2"])
 def test_cases_for_a_gpu_in_bfloat16(tmp_path, name):
-    """Their own logic, at small size; they run on a CPU where they are named."""
+    """Check the logic of these cases at small size, on a CPU."""
     assert bench("--case", name, "--dtype", "bfloat16", "--out", tmp_path) == 0
     assert result_of(tmp_path, f"{name}_bfloat16")["result"]["equal"]
 
@@ -498,7 +499,10 @@ def test_a_peer_that_has_no_way_to_run_a_case(tmp_path):
 
 
 def test_steps_for_a_gpu_beside_their_floor(tmp_path, capsys):
-    """On a CPU, steps this small take far more: the one of one sentence, which has a target, has missed it."""
+    """Steps of a model this small far exceed the floor on a CPU.
+
+    Those of one sentence, which have a target, miss it.
+    """
     assert bench("--case", "gpu_step_time", "--dtype", "bfloat16", "--out", tmp_path) == 0
     cells = result_of(tmp_path, "gpu_step_time_bfloat16")["result"]["cells"]
     assert all(len(cell["floor"]) == len(cell["steps"]["fastgen"]) for cell in cells.values())
@@ -525,13 +529,13 @@ def test_a_setting_at_two_values(tmp_path, monkeypatch, case, before, now):
     assert bench("--case", case, "--rounds", 2, "--out", tmp_path) == 0
     result = result_of(tmp_path, case)["result"]
     assert len(result["lengths"]) == result["sentences"] > 0
-    assert asked == [before, now, before, now, now, before]  # warmed, and two rounds
+    assert asked == [before, now, before, now, now, before]  # the warm-up, then two rounds
     assert config.settings() == config.read(os.environ)
 
 
 @pytest.mark.parametrize("full", [4, None], ids=["full", "all fit"])
 def test_the_best_batch_of_each(tmp_path, capsys, monkeypatch, full):
-    """Where memory runs out on one side, that side's best is among the smaller batches."""
+    """If memory runs out on one side, that side's best batch is one of the smaller ones."""
     case = replace(CASES["gpu_best_batch"].tiny(), grid={"batch": (2, 4)})
     monkeypatch.setattr(type(case), "tiny", lambda case: case)
     monkeypatch.setitem(CASES, "gpu_best_batch", case)

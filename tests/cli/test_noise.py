@@ -1,4 +1,4 @@
-"""Half precision judged by its own noise: rounding is told from an error, where tokens differ in both."""
+"""Half precision judged by its own noise: rounding is told from errors when tokens differ."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def test_fastgen_rounds_no_worse_than_the_toolkit(family, options, dtype):
 
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 def test_an_error_is_no_rounding(family, monkeypatch):
-    """A mask that is wrong in one place: the last token but one of each source is not seen."""
+    """A wrong mask, which hides the last token but one of each source, counts as an error."""
     model = _model(family, torch.bfloat16)
     generate = type(model).generate
 
@@ -56,7 +56,7 @@ def test_the_limit():
 
 
 def test_tokens_behind_the_end_do_not_count():
-    """Texts that end early: what fills them is not chosen."""
+    """Padding after texts that end early is not compared."""
     model = _model("gpt2", torch.bfloat16)
     ends = list(range(2, 60, 3))
     found = noise(

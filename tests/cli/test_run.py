@@ -1,4 +1,4 @@
-"""`fastgen run` and the hook: programs that say nothing of fastgen run with it."""
+"""`fastgen run` and the import hook: programs that do not mention fastgen run with it."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from fastgen.cli import main
 from fastgen.cli.environment import hook, run
 from fastgen.patches.fairseq import TOOLKIT as FAIRSEQ
 
-# As pip writes it: its folder comes first where modules are looked for.
+# A console script as pip writes it: its folder comes first on the module search path.
 COMMAND = "import sys; from fastgen.cli import main; sys.exit(main())"
 SHORT = "import sys; from fastgen.cli.environment.run import generate; sys.exit(generate())"
 PROGRAM = """
@@ -60,7 +60,7 @@ def test_module(tmp_path: Path) -> None:
 def _command(
     folder: Path, *words: str, name: str = "fastgen", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of fastgen's as installed, in a folder."""
+    """Run a fastgen command, as installed, in a folder."""
     script = folder / "bin" / name
     script.parent.mkdir(exist_ok=True)
     script.write_text(SHORT if name == "fastgen-generate" else COMMAND)
@@ -179,7 +179,10 @@ def test_with_the_hook_programs_run_whatever_keeps_fastgen_from_starting(
         "class SequenceScorer:\n    def generate(self): ...\n"
     )
     missing = "" if variables else "sys.modules['wrapt'] = None; "
-    code = f"import sys; {missing}import fastgen_hook; from fairseq.sequence_scorer import SequenceScorer as scorer; "
+    code = (
+        f"import sys; {missing}import fastgen_hook; "
+        "from fairseq.sequence_scorer import SequenceScorer as scorer; "
+    )
     done = _python(
         "-c", f"{code}print(scorer.generate.__qualname__, hasattr(scorer.generate, '__wrapped__'))",
         PYTHONPATH=f"{tmp_path}:{Path(hook.__file__).parents[3]}", **variables,
@@ -216,7 +219,7 @@ def test_no_such_program(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def says_what_it_got() -> str:
-    """Stands for the function of a console script."""
+    """Stand in for the function of a console script."""
     print(sys.argv)
     return "went wrong"
 
@@ -261,13 +264,13 @@ def test_what_to_install_is_said(
 
 
 def test_hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "fairseq.py").write_text("__version__ = '0.12.2'\n")  # stands for the toolkit
+    (tmp_path / "fairseq.py").write_text("__version__ = '0.12.2'\n")  # stands in for the toolkit
     place = ["--site-packages", str(tmp_path)]
     program = "import sys, site; site.addsitedir(sys.argv[1]); {} print('fastgen' in sys.modules)"
     imports = program.format("import fairseq;")
     path = f"{tmp_path}:{Path(hook.__file__).parents[3]}"
     assert _python("-c", imports, str(tmp_path), PYTHONPATH=path).stdout == "False\n"
-    for _ in range(2):  # twice is harmless
+    for _ in range(2):  # installing twice is harmless
         assert main(["install-hook", *place]) == 0
     assert sorted(file.name for file in tmp_path.glob("f*")) == ["fairseq.py", "fastgen.pth"]
     assert len((tmp_path / "fastgen.pth").read_text().splitlines()) == 1
@@ -292,7 +295,10 @@ def test_hook_leaves_alone_what_is_not_its_own(
 
 
 def test_hook_costs_little() -> None:
-    """The line imports one small module, which imports nothing that Python has not imported by then."""
+    """The hook imports a single small module, all of whose imports Python has loaded by then."""
     path = str(Path(hook.__file__).parents[3])
-    code = "import sys; before = set(sys.modules); import fastgen_hook; print(sorted(set(sys.modules) - before))"
+    code = (
+        "import sys; before = set(sys.modules); import fastgen_hook; "
+        "print(sorted(set(sys.modules) - before))"
+    )
     assert _python("-c", code, PYTHONPATH=path).stdout.strip() == "['fastgen_hook']"

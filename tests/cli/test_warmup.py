@@ -1,4 +1,4 @@
-"""`fastgen warmup` makes every call that it was asked for, and says what did not run."""
+"""`fastgen warmup` makes every requested call, and reports what did not run."""
 
 from pathlib import Path
 

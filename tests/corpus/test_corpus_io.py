@@ -1,4 +1,4 @@
-"""Files of a corpus, in and out: every format, every compression, odd characters, and what is said of bad files."""
+"""Corpus files, read and written: formats, compression, unusual characters, and error messages."""
 
 from __future__ import annotations
 
@@ -29,13 +29,37 @@ from fastgen.corpus.formats.writers import File
 from fastgen.corpus.texts import Output, Problem
 from fastgen.errors import CommandError
 
-ODD = ["plain", " spaces ", "", "a\tb", 'quo"te', '"', "'", "a,b", "\u2028", "\x85 \x0b \x0c", "\x00", "\r", "a\rb",
-       "😀 e\u0301 \u200b", "\ufeff", "null", "1", "\\n"]  # fmt: skip
+ODD = [
+    "plain",
+    " spaces ",
+    "",
+    "a\tb",
+    'quo"te',
+    '"',
+    "'",
+    "a,b",
+    "\u2028",
+    "\x85 \x0b \x0c",
+    "\x00",
+    "\r",
+    "a\rb",
+    "😀 e\u0301 \u200b",
+    "\ufeff",
+    "null",
+    "1",
+    "\\n",
+]
 BREAKS = ["two\nlines", "\n", "\r\n", "a\r\nb"]
-texts_of = st.lists(st.one_of(st.sampled_from(ODD), st.text(st.characters(codec="utf-8"), max_size=8)), min_size=1,
-                    max_size=12)  # fmt: skip
-anything = st.lists(st.one_of(st.sampled_from(ODD + BREAKS), st.text(st.characters(codec="utf-8"), max_size=8)),
-                    min_size=1, max_size=12)  # fmt: skip
+texts_of = st.lists(
+    st.one_of(st.sampled_from(ODD), st.text(st.characters(codec="utf-8"), max_size=8)),
+    min_size=1,
+    max_size=12,
+)
+anything = st.lists(
+    st.one_of(st.sampled_from(ODD + BREAKS), st.text(st.characters(codec="utf-8"), max_size=8)),
+    min_size=1,
+    max_size=12,
+)
 
 
 def read(*files: Path, **options: Any) -> list[Record]:
@@ -53,7 +77,7 @@ def write(
     records: Sequence[Record] | None = None,
     size: int = 2,
 ) -> Path:
-    """The output of some blocks, as a job makes it."""
+    """Write the outputs in blocks, as a job does."""
     records = (
         [Record(i, f"source {i}") for i in range(1, len(outputs) + 1)]
         if records is None
@@ -70,7 +94,7 @@ def write(
     return file
 
 
-# ---- reading
+# Reading
 
 
 def test_only_newlines_end_a_line(tmp_path: Path) -> None:
@@ -259,23 +283,53 @@ def test_what_is_no_text_is_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "options", "said"),
     [
-        ("a.tsv", b"id\tbody\n1\tx\n", {"column": "text"}, "a.tsv has no column 'text'; there are id, body"),
+        (
+            "a.tsv",
+            b"id\tbody\n1\tx\n",
+            {"column": "text"},
+            "a.tsv has no column 'text'; there are id, body",
+        ),
         ("a.csv", b"id,body\n1,x\n", {"column": "3"}, "a.csv has no column '3'; there are 1, 2"),
         ("a.csv", b"id,id\n1,x\n", {"column": "id"}, "two columns of one name: id, id"),
-        ("a.jsonl", b'{"id": 1, "body": "x"}\n', {"column": "text"}, "no column 'text'; there are id, body"),
+        (
+            "a.jsonl",
+            b'{"id": 1, "body": "x"}\n',
+            {"column": "text"},
+            "no column 'text'; there are id, body",
+        ),
         ("a.csv", b"id,body\n1,x\n", {}, "--column is needed: .*a.csv has id, body"),
         ("a.txt", b"x\n", {"column": "text"}, "--column text: lines of text have no columns"),
         ("a.txt", b"", {}, "a.txt is empty"),
         ("a.csv", b"id,body\n", {"column": "id"}, "a.csv is empty"),
         ("a.parquet", b"PAR", {"column": "id"}, "a.parquet cannot be read as Parquet"),
         ("a.txt.gz", b"no gzip", {}, r"a.txt.gz cannot be read: Not a gzipped file"),
-        ("a.txt.gz", compression.packed(b"x\n" * 5000, ".gz")[:-9], {}, "a.txt.gz is torn or damaged"),
+        (
+            "a.txt.gz",
+            compression.packed(b"x\n" * 5000, ".gz")[:-9],
+            {},
+            "a.txt.gz is torn or damaged",
+        ),
         ("a.txt.zst", b"no zstandard", {}, "a.txt.zst cannot be read: zstd"),
-        ("a.txt.zst", compression.packed(b"x\n" * 5000, ".zst")[:-3], {}, "a.txt.zst is torn or damaged"),
-        ("a.txt.xz", compression.packed(b"x\n" * 5000, ".xz")[:-3], {}, "a.txt.xz is torn or damaged"),
-        ("a.txt.bz2", compression.packed(b"x\n" * 5000, ".bz2")[:-3], {}, "a.txt.bz2 is torn or damaged"),
+        (
+            "a.txt.zst",
+            compression.packed(b"x\n" * 5000, ".zst")[:-3],
+            {},
+            "a.txt.zst is torn or damaged",
+        ),
+        (
+            "a.txt.xz",
+            compression.packed(b"x\n" * 5000, ".xz")[:-3],
+            {},
+            "a.txt.xz is torn or damaged",
+        ),
+        (
+            "a.txt.bz2",
+            compression.packed(b"x\n" * 5000, ".bz2")[:-3],
+            {},
+            "a.txt.bz2 is torn or damaged",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_files(
     tmp_path: Path, name: str, content: bytes, options: dict[str, Any], said: str
 ) -> None:
@@ -311,7 +365,7 @@ def test_identity_tells_what_is_read(tmp_path: Path) -> None:
     assert all(other.identity() != one for other in others)
 
 
-# ---- compression
+# Compression
 
 
 @pytest.mark.parametrize("ending", ["", *compression.ENDINGS])
@@ -322,20 +376,25 @@ def test_blocks_in_a_row_are_one_file(tmp_path: Path, ending: str) -> None:
     block = [Record(1, "a")], [output("b")]
     assert sink.block(*block) == sink.block(*block)
     empty = write(File("jsonl", ending), tmp_path / f"empty.jsonl{ending}", [None, None])
-    with pytest.raises(CommandError, match="is empty"):  # and not torn
+    with pytest.raises(CommandError, match="is empty"):  # rather than torn
         read(empty, column="output")
 
 
 def test_formats_by_name() -> None:
-    for name, kind, packing in (("a.tsv.gz", "tsv", ".gz"), ("a.b.jsonl", "jsonl", ""), ("a.zst", "text", ".zst"),
-                                ("a.de", "text", ""), ("a.CSV", "csv", "")):  # fmt: skip
+    for name, kind, packing in (
+        ("a.tsv.gz", "tsv", ".gz"),
+        ("a.b.jsonl", "jsonl", ""),
+        ("a.zst", "text", ".zst"),
+        ("a.de", "text", ""),
+        ("a.CSV", "csv", ""),
+    ):
         ending, found = compression.split(Path(name))
         assert (formats.of_ending(ending), found) == (kind, packing)
     with pytest.raises(CommandError, match=r"Parquet is compressed by itself; leave .gz off"):
         File("parquet", ".gz")
 
 
-# ---- writing
+# Writing
 
 
 @given(anything)
@@ -397,10 +456,17 @@ def test_several_outputs_and_scores(tmp_path: Path) -> None:
         == "1\t1\t-0.5\ta b\n1\t2\t-1e-17\tc\n2\t1\t-1.0\td\n2\t2\t-2.0\te\n3\t1\t\t\n"
     )
     assert files["tsv"].read_text().splitlines()[:3] == [
-        "number\ttext\trank\tscore\toutput", '1\tsource 1\t1\t-0.5\t"a\tb"', "1\tsource 1\t2\t-1e-17\tc",
+        "number\ttext\trank\tscore\toutput", '1\tsource 1\t1\t-0.5\t"a\tb"',
+        "1\tsource 1\t2\t-1e-17\tc",
     ]  # fmt: skip
-    expected = {"number": 1, "text": "source 1", "output": "a\tb", "outputs": ["a\tb", "c"], "score": -0.5,
-                "scores": [-0.5, -1e-17]}  # fmt: skip
+    expected = {
+        "number": 1,
+        "text": "source 1",
+        "output": "a\tb",
+        "outputs": ["a\tb", "c"],
+        "score": -0.5,
+        "scores": [-0.5, -1e-17],
+    }
     assert json.loads(files["jsonl"].read_text().splitlines()[0]) == expected
     assert pq.read_table(files["parquet"]).to_pylist()[0] == expected
     for kind, sink in sinks.items():
@@ -448,15 +514,25 @@ def test_values_that_json_has_no_word_for(tmp_path: Path) -> None:
         "half": "\ud800",
     }
     data = File("jsonl").block([Record(1, "t", fields=fields)], [output("o")])
-    assert json.loads(data) == {"number": 1, "day": "2020-01-02", "cost": "1.50", "raw": "/w==", "half": "\ud800",
-                                "output": "o"}  # fmt: skip
+    assert json.loads(data) == {
+        "number": 1,
+        "day": "2020-01-02",
+        "cost": "1.50",
+        "raw": "/w==",
+        "half": "\ud800",
+        "output": "o",
+    }
 
 
 def test_numbers_that_json_has_no_word_for(tmp_path: Path) -> None:
     fields = {"x": math.nan, "deep": [{"y": math.inf}, 1.5]}
     data = File("jsonl").block([Record(1, "t", fields=fields)], [output("o")])
-    assert json.loads(data, parse_constant=pytest.fail) == {"number": 1, "x": None, "deep": [{"y": None}, 1.5],
-                                                            "output": "o"}  # fmt: skip
+    assert json.loads(data, parse_constant=pytest.fail) == {
+        "number": 1,
+        "x": None,
+        "deep": [{"y": None}, 1.5],
+        "output": "o",
+    }
     file = write(
         File("parquet"), tmp_path / "p", [output("o")], [Record(1, "t", fields={"x": math.inf})]
     )
@@ -481,13 +557,14 @@ def test_parquet_of_half_a_pair_of_surrogates(tmp_path: Path) -> None:
 def test_parquet_has_a_type_for_every_column(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the values are, and however they are spread over groups of rows."""
+    """Each column has one type, whatever its values and their distribution over row groups."""
     monkeypatch.setattr("fastgen.corpus.formats.parquet._ROWS", 2)
     values: dict[str, list[Any]] = {
-        "ints": [1, 2, 3, None, 2**60 + 1], "floats": [1, 2, 0.5, None, 2**60 + 1], "mixed": [1, "a", None, [1], {}],
-        "late": [None, None, None, None, "x"], "huge": [2**70, 1, 2, 3, 4], "empty": [{}, {}, {}, {}, {}],
-        "list": [[], [1], None, [2], []], "object": [{"a": 1}, {"a": None}, {"b": "c"}, None, {"a": 2}],
-        "nothing": [None] * 5,
+        "ints": [1, 2, 3, None, 2**60 + 1], "floats": [1, 2, 0.5, None, 2**60 + 1],
+        "mixed": [1, "a", None, [1], {}], "late": [None, None, None, None, "x"],
+        "huge": [2**70, 1, 2, 3, 4], "empty": [{}, {}, {}, {}, {}],
+        "list": [[], [1], None, [2], []],
+        "object": [{"a": 1}, {"a": None}, {"b": "c"}, None, {"a": 2}], "nothing": [None] * 5,
     }  # fmt: skip
     records = [
         Record(i + 1, "t", fields={name: column[i] for name, column in values.items()})
@@ -520,7 +597,7 @@ def test_a_sink_says_what_its_bytes_depend_on() -> None:
     assert len(set(told)) == len(told)
 
 
-# ---- what goes wrong in odd places
+# Errors in unusual places
 
 
 def test_a_pipe_is_read_once(tmp_path: Path) -> None:
@@ -565,9 +642,12 @@ def test_a_field_named_number_does_not_number_a_record(tmp_path: Path) -> None:
         Record(1, "x", fields={"text": "x"}),
         Record(2, "x", fields={"text": "x", "number": 77}),
     ]
-    assert list(sink.best(write(sink, tmp_path / "a.jsonl", [output("one"), output("two")], records))) == [
-        (1, "one"), (2, "two"),
-    ]  # fmt: skip
+    assert list(
+        sink.best(write(sink, tmp_path / "a.jsonl", [output("one"), output("two")], records))
+    ) == [
+        (1, "one"),
+        (2, "two"),
+    ]
 
 
 def test_dates_in_a_table_are_text(tmp_path: Path) -> None:

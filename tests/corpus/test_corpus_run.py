@@ -1,4 +1,4 @@
-"""Whole corpora: blocks in their order, whatever interrupts a run and however many processes make it."""
+"""Whole corpora: blocks stay in order, whatever interrupts a run and however many processes run."""
 
 import errno
 import fcntl
@@ -53,14 +53,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(text: Path) -> bytes:
-    """What a run that nothing interrupts writes."""
+    """Return the output of an uninterrupted run."""
     file = text.with_name("whole")
     job.run(job_of(MODEL, text, file, block=BLOCK))
     return file.read_bytes()
 
 
 def beside(output: Path) -> list[str]:
-    """What runs have left beside an output."""
+    """Return the names of files that runs left next to an output."""
     return sorted(
         file.name for file in output.parent.iterdir() if file.name.startswith(f"{output.name}.")
     )
@@ -68,7 +68,7 @@ def beside(output: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Failing(Texts):
-    """A sink that raises at the block that begins with a record."""
+    """A sink that raises at the block whose first record is number `at`."""
 
     at: int = 9
     error: type[BaseException] = RuntimeError
@@ -80,14 +80,14 @@ class Failing(Texts):
 
 
 def interrupted(text: Path, output: Path, **more: Any) -> None:
-    """Leave two blocks beside an output."""
+    """Interrupt a run, which leaves two blocks next to the output."""
     with pytest.raises(RuntimeError, match="no more"):
         job.run(job_of(MODEL, text, output, block=BLOCK, sink=Failing(), **more))
     assert beside(output) == [f"{output.name}.journal", f"{output.name}.part"]
     assert len(journal.read(output).entries) == 2
 
 
-# ---- one run
+# Single runs
 
 
 def test_each_line_is_what_the_texts_alone_give(text: Path, whole: bytes) -> None:
@@ -190,7 +190,7 @@ def test_a_bar_with_an_end(text: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "tokens/s" in shown
 
 
-# ---- interrupted
+# Interrupted runs
 
 
 def test_a_run_goes_on(text: Path, tmp_path: Path, whole: bytes) -> None:
@@ -219,7 +219,7 @@ def test_draws_do_not_depend_on_where_a_run_began(text: Path, tmp_path: Path, wh
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.slow
 def test_killed_again_and_again(text: Path, tmp_path: Path, sampled: bool) -> None:
-    """`KILLS=60 pytest -k again` for more."""
+    """Kill a run many times; `KILLS=60 pytest -k again` kills it more often."""
     fields = {"block": BLOCK} | ({"do_sample": True, "num_beams": 1} if sampled else {})
     job.run(job_of(MODEL, text, tmp_path / "whole", **fields))
     done = program("kill", text, tmp_path / "killed" / "out", fields, str(KILLS))
@@ -308,7 +308,7 @@ def test_threads_and_a_header_alone_bind_nobody(text: Path, tmp_path: Path, whol
 
 @dataclass(frozen=True)
 class Unnamed(Lines):
-    """A source that says nothing of its records, as a pipe."""
+    """A source without an identity of its records, like a pipe."""
 
     once: bool = True
 
@@ -363,7 +363,7 @@ def test_what_is_no_journal_is_refused(text: Path, tmp_path: Path) -> None:
 
 
 class Stopped(BaseException):
-    """The end of a process."""
+    """Stands for the end of a process."""
 
 
 def test_a_crash_before_the_output_is_there(
@@ -450,7 +450,7 @@ def test_what_a_sink_was_making_is_taken_away(
 
 
 class Copying(Texts):
-    """A sink that leaves the body, as one that writes another format."""
+    """A sink that leaves the body in place, like one that converts it to another format."""
 
     def finish(self, body: Path, output: Path) -> None:
         output.write_bytes(body.read_bytes())
@@ -470,7 +470,7 @@ def test_two_runs_at_once_are_refused(
 
 
 class Ends:
-    """Stands for `time`: what a run waits for comes while it waits."""
+    """A stand-in for `time` under which the awaited event happens while a run sleeps."""
 
     monotonic = staticmethod(time.monotonic)
 
@@ -498,7 +498,7 @@ def test_a_run_that_has_waited_for_another_does_not_make_its_output_again(
 
     first = held(journal_of(output))
     monkeypatch.setattr(journal, "time", Ends(finish))
-    monkeypatch.setattr(worker, "TextGenerator", None)  # cannot be called
+    monkeypatch.setattr(worker, "TextGenerator", None)  # raises when called
     with pytest.raises(
         CommandError, match="out: another run has just finished it; --overwrite writes over it"
     ):
@@ -527,7 +527,7 @@ def test_a_journal_that_was_waited_for_is_the_one_that_is_there(
     second.close()
 
 
-# ---- stages that fail
+# Failing stages
 
 
 class Broken(RuntimeError):
@@ -540,7 +540,7 @@ def _broken(*_: object, **__: object) -> Any:
 
 @dataclass(frozen=True)
 class Ending(Lines):
-    """A source that raises, or never answers, behind its tenth record."""
+    """A source that raises, or never answers, after its ninth record."""
 
     waits: bool = False
 
@@ -559,8 +559,8 @@ class Ending(Lines):
 )
 @pytest.mark.slow
 def test_an_exception_of_any_stage_ends_the_run(
-    text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
-    stage: str, made: int,
+    text: Path, tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, stage: str, made: int,
 ) -> None:  # fmt: skip
     asked = job_of(MODEL, text, tmp_path / "out", block=BLOCK)
     error: type[BaseException] = Broken
@@ -574,9 +574,8 @@ def test_an_exception_of_any_stage_ends_the_run(
             error = KeyboardInterrupt
             _hear_interrupts(request)
             patched.setattr(TextGenerator, "generate", _interrupted(TextGenerator.generate))
-            failing = replace(
-                asked, source=Ending(text, waits=True)
-            )  # nor does a source keep it from ending
+            # A source that never answers does not keep the run from ending either.
+            failing = replace(asked, source=Ending(text, waits=True))
         else:
             patched.setattr(TextGenerator, {"stream": "generate"}.get(stage, stage), _broken)
         with pytest.raises(error):
@@ -587,29 +586,28 @@ def test_an_exception_of_any_stage_ends_the_run(
 
 
 def _hear_interrupts(request: pytest.FixtureRequest) -> None:
-    """Let SIGINT raise KeyboardInterrupt, also where the tests run in the background, and a shell has it ignored."""
+    """Let SIGINT raise KeyboardInterrupt, even where a shell started the tests with it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
 
 def _interrupted(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """A third block is never begun."""
+    """Interrupt the process before it starts a third block."""
     count = 0
 
     def interrupt(*args: Any) -> Any:
         nonlocal count
         count += 1
         if count == 2:
-            threading.Timer(
-                1.0, os.kill, [os.getpid(), signal.SIGINT]
-            ).start()  # while the source is waited for
+            # Strikes while the run waits for the source.
+            threading.Timer(1.0, os.kill, [os.getpid(), signal.SIGINT]).start()
         return generate(*args)
 
     return interrupt
 
 
 def test_the_first_error_is_the_one_that_comes_out() -> None:
-    """What fails in writing was made before what fails now; and behind it nothing is written."""
+    """An error in writing is raised before one in a later block, and nothing more is written."""
     written: list[int] = []
     release = threading.Event()
 
@@ -630,7 +628,7 @@ def test_the_first_error_is_the_one_that_comes_out() -> None:
 
 
 def test_reading_and_writing_are_bounded() -> None:
-    """A slow stage holds up those before it."""
+    """A slow stage holds up the stages before it."""
     read = 0
     seen: list[int] = []
 
@@ -652,7 +650,7 @@ def test_reading_and_writing_are_bounded() -> None:
 
 
 class Fake:
-    """Generates from nothing."""
+    """A stand-in for `TextGenerator` that generates without a model."""
 
     def __init__(self, options: object) -> None:
         self.options, self.limit = options, Limit("nothing", 1)
@@ -669,7 +667,7 @@ class Fake:
 
 @dataclass(frozen=True)
 class Many:
-    """A source of as many records as one likes."""
+    """A source of `count` records."""
 
     count: int
     once: bool = False
@@ -695,24 +693,23 @@ def test_memory_does_not_grow_with_the_corpus(
         tracemalloc.stop()
         assert len((tmp_path / f"out{count}").read_bytes().splitlines()) == count
     assert peaks[4_000] > 500 * 200, "a block at least"
-    journal = (
-        1_000 * 180
-    )  # a line for each block, and that is all; what is on its way is not always as much
+    # One line per block is all that stays; the amount of data in flight varies.
+    journal = 1_000 * 180
     assert peaks[40_000] < 1.5 * peaks[4_000] + journal
 
 
-# ---- the system refuses
+# System errors
 
 
 def program(
     mode: str, text: Path, output: Path | str, fields: dict[str, Any], *more: str, **popen: Any
 ) -> Any:
-    """Run `tests/support/corpus_jobs.py`."""
+    """Run `tests/support/corpus_jobs.py` as a program."""
     if isinstance(output, Path):
         output.parent.mkdir(exist_ok=True)
     return subprocess.run(
-        words(mode, text, output, fields, *more), env=environment(), cwd=ROOT, capture_output=True, text=True,
-        timeout=500, check=False, **popen,
+        words(mode, text, output, fields, *more), env=environment(), cwd=ROOT, capture_output=True,
+        text=True, timeout=500, check=False, **popen,
     )  # fmt: skip
 
 
@@ -733,9 +730,11 @@ def words(
 
 
 def environment(**more: object) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))} | {
-        name: str(value) for name, value in more.items()
-    }  # fmt: skip
+    return (
+        os.environ
+        | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+        | {name: str(value) for name, value in more.items()}
+    )
 
 
 @pytest.mark.slow
@@ -781,8 +780,8 @@ def test_no_space_left(
 @pytest.mark.slow
 def test_standard_output_and_who_stops_reading_it(text: Path, whole: bytes) -> None:
     with subprocess.Popen(
-        words("run", text, "-", {"block": BLOCK}), env=environment(), cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        words("run", text, "-", {"block": BLOCK}), env=environment(), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as running:  # fmt: skip
         assert running.stdout is not None
         assert running.stderr is not None
@@ -844,7 +843,7 @@ def test_a_summary_that_cannot_be_written(
     assert beside(tmp_path / "out") == []
 
 
-# ---- several processes
+# Several processes
 
 
 @pytest.mark.parametrize("kills", [False, True])
@@ -878,8 +877,8 @@ def started(
 ) -> subprocess.Popen[str]:
     output.parent.mkdir(exist_ok=True)
     return subprocess.Popen(
-        words("run", text, output, fields), env=environment(**variables), cwd=ROOT, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
+        words("run", text, output, fields), env=environment(**variables), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
@@ -910,9 +909,8 @@ def test_who_leads_is_killed_and_another_number_goes_on(
         while not journal.read(output).entries and running.poll() is None:
             threading.Event().wait(0.01)
         running.kill()
-        running.communicate(
-            timeout=100
-        )  # those that it has started end too, or this would wait for them
+        # Its worker processes end too; otherwise this would wait for them.
+        running.communicate(timeout=100)
     assert running.returncode == -signal.SIGKILL
     made = job.run(job_of(MODEL, text, output, block=1))
     assert 0 < made.made < made.records == len(LINES)
@@ -948,12 +946,12 @@ def test_two_processes_are_interrupted_and_go_on(text: Path, tmp_path: Path, who
         2,
     ]
     with subprocess.Popen(
-        list(map(str, words)), env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        list(map(str, words)), env=environment(), stderr=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as running:  # fmt: skip
         while not journal.read(output).entries and running.poll() is None:
             threading.Event().wait(0.01)
-        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        os.killpg(running.pid, signal.SIGINT)  # like Ctrl-C in a terminal
         said = running.communicate(timeout=100)[1]
     assert running.returncode == 130, said
     assert "Traceback" not in said
@@ -1000,7 +998,7 @@ def test_torchrun_is_told_of_what_there_is(
 @pytest.mark.parametrize("end", ["interrupt", "bad record"])
 @pytest.mark.slow
 def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
-    """Python ends as it should while a thread waits for more."""
+    """Python exits normally while a thread waits for more input."""
     words = [
         sys.executable,
         "-m",
@@ -1018,10 +1016,15 @@ def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
     with (
         (tmp_path / "said").open("wb") as said,
         subprocess.Popen(
-            list(map(str, words)), env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell has it ignored in the background
+            list(map(str, words)),
+            env=environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            # Shells have background processes ignore SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process,
-    ):  # fmt: skip
+    ):
         stdin, stdout = cast(Any, process.stdin), cast(Any, process.stdout)
         try:
             stdin.write(
@@ -1030,7 +1033,7 @@ def test_standard_input_that_is_waited_for(end: str, tmp_path: Path) -> None:
                 + b"x\n" * 8
             )
             stdin.flush()
-            stdout.readline()  # so that it is under way
+            stdout.readline()  # wait until it is running
             if end == "interrupt":
                 process.send_signal(signal.SIGINT)
             status = process.wait(60)
@@ -1069,8 +1072,10 @@ def test_threads_and_devices_of_a_process(text: Path, monkeypatch: pytest.Monkey
 
 
 class Scripted:
-    """Stands for the process of a worker: a thread that does what a script says, and ends as if it were killed where
-    the script does."""
+    """A stand-in for a worker process: a thread that runs a script.
+
+    The end of the script stands for the process being killed.
+    """
 
     exitcode = -signal.SIGKILL
 
@@ -1078,9 +1083,8 @@ class Scripted:
         self.script, self.connection = script, connection
 
     def start(self) -> None:
-        self.connection = Connection(
-            os.dup(self.connection.fileno())
-        )  # the parent closes the other one
+        # The parent closes its own descriptor of the connection.
+        self.connection = Connection(os.dup(self.connection.fileno()))
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -1096,7 +1100,7 @@ class Scripted:
         self.connection.send((b"%d " % block.number, Entry(2, len(block.records), 1, block.digest)))
 
     def work(self) -> None:
-        """Make all blocks, and report."""
+        """Process all blocks, then report."""
         while (block := self.ask()) is not None:
             self.make(block)
         self.connection.send(Report())
@@ -1110,7 +1114,7 @@ class Scripted:
 def scripted(
     monkeypatch: pytest.MonkeyPatch, source: Any, *scripts: Callable[[Scripted], None]
 ) -> tuple[list[bytes], Callable[[], tuple[list[Report], list[str]]]]:
-    """What a run by scripts has written, and the run."""
+    """Return the list that a run of scripted workers writes to, and the run itself."""
 
     class Context:
         Pipe = staticmethod(Pipe)
@@ -1141,7 +1145,7 @@ def test_the_blocks_of_a_process_that_dies_are_made_by_others(
         gone.set()
 
     def waits(process: Scripted) -> None:
-        """Is there to the end of the other, and asks behind the end of the source."""
+        """Outlive the other worker, and request blocks after the source has ended."""
         gone.wait(10)
         process.work()
 
@@ -1159,7 +1163,7 @@ def test_the_blocks_of_a_process_that_dies_are_made_by_others(
 
 
 def test_blocks_before_one_that_fails_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of a process that has died meanwhile; and no process is waited for that has others."""
+    """Blocks of a worker that died are written too, and no idle worker delays the error."""
     asked, failed, for_ever = threading.Event(), threading.Event(), threading.Event()
 
     def dies(process: Scripted) -> None:
@@ -1226,7 +1230,7 @@ def test_a_slow_process_holds_up_others_before_memory_is_full(
     assert written == numbers(30)
 
 
-# ---- blocks
+# Blocks
 
 
 def test_blocks_behind_those_that_are_known(text: Path) -> None:

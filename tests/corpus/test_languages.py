@@ -1,4 +1,4 @@
-"""A language, or a first token, of each text's own: of a corpus, of a Ray stage, of a server's requests."""
+"""A target language or first token for each text: in corpora, Ray stages and server requests."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ BEAMS = [
 def _save(folder: Path, tokenizer: Any, config: Any, kind: Any) -> Path:
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": len(tokenizer), "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "init_std": 0.5,
-        "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
-        "max_position_embeddings": 128, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": 0,
+        "vocab_size": len(tokenizer), "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
+        "init_std": 0.5, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 128,
+        "pad_token_id": tokenizer.pad_token_id, "bos_token_id": 0,
         "eos_token_id": tokenizer.eos_token_id, "decoder_start_token_id": tokenizer.eos_token_id,
         "forced_eos_token_id": None,
     }  # fmt: skip
@@ -48,7 +49,7 @@ def _save(folder: Path, tokenizer: Any, config: Any, kind: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def nllb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A toy with the tokenizer of NLLB, four languages, and the piece `fr`, which is none."""
+    """Return a toy with an NLLB tokenizer: four languages, and a piece `fr` that is not one."""
     pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz,.", "fr"]
     tokenizer = tf.NllbTokenizer(
         vocab={piece: i for i, piece in enumerate(pieces)},
@@ -71,7 +72,7 @@ def mbart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(nllb: Path) -> list[str]:
-    """What unpatched transformers writes for each line by itself, in its language."""
+    """Return what unpatched transformers generates for each line alone, in its language."""
     tokenizer = tf.AutoTokenizer.from_pretrained(nllb)
     model = tf.M2M100ForConditionalGeneration.from_pretrained(nllb, dtype=torch.float64)
     found = list[str]()
@@ -116,7 +117,7 @@ def _rows(folder: Path, column: str = "output") -> list[Any]:
 def test_each_record_in_its_language(
     nllb: Path, alone: list[str], tmp_path: Path, option: str
 ) -> None:
-    """In batches that mix them, one for each block."""
+    """Each block mixes languages and is one batch."""
     before = {row.name: row.hits for row in fastgen.status().rows}
     assert main(_command(nllb, _table(tmp_path, TARGETS), option, "lang", "--block", "3")) == 0
     assert _rows(tmp_path) == alone
@@ -149,14 +150,15 @@ def test_a_small_model_drafts_for_each_language(nllb: Path, tmp_path: Path) -> N
 def test_an_unknown_language_is_a_problem_of_its_record(
     nllb: Path, alone: list[str], tmp_path: Path
 ) -> None:
-    """A piece of a word is no language, though it is a token."""
+    """A piece of a word is a token, but not a language."""
     targets = [*TARGETS[:1], "fr", None, "", TARGETS[4]]
     words = _command(nllb, _table(tmp_path, targets), "--target-lang-column", "lang")
     assert main(words) == 2
     assert main([*words, "--on-error", "empty", "--restart"]) == 0
     assert _rows(tmp_path) == [alone[0], None, None, None, alone[4]]
     assert _rows(tmp_path, "problem") == [
-        None, f"'fr' is no language of {nllb}", "'lang' is empty or missing", f"'' is no language of {nllb}", None,
+        None, f"'fr' is no language of {nllb}", "'lang' is empty or missing",
+        f"'' is no language of {nllb}", None,
     ]  # fmt: skip
 
 
@@ -164,12 +166,21 @@ def test_an_unknown_language_is_a_problem_of_its_record(
     ("words", "said"),
     [
         (["--target-lang-column", "language"], "has no column 'language'; there are lang, line"),
-        (["--target-lang-column", "lang", "--target-lang", "fra_Latn"], "--target-lang-column and --target-lang:"),
-        (["--forced-bos-column", "lang", "--target-lang-column", "lang"], "column and --forced-bos-column:"),
-        (["--forced-bos-column", "lang", "--forced-bos-token-id", "5"], "column and --forced-bos-token-id:"),
+        (
+            ["--target-lang-column", "lang", "--target-lang", "fra_Latn"],
+            "--target-lang-column and --target-lang:",
+        ),
+        (
+            ["--forced-bos-column", "lang", "--target-lang-column", "lang"],
+            "column and --forced-bos-column:",
+        ),
+        (
+            ["--forced-bos-column", "lang", "--forced-bos-token-id", "5"],
+            "column and --forced-bos-token-id:",
+        ),
         (["--forced-bos-column", "lang", "--input-format", "text"], "lines of text have no column"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_before_a_model_is_loaded(
     nllb: Path, tmp_path: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -256,7 +267,7 @@ def test_requests_of_several_languages_are_one_batch(
     *answers, plain = asyncio.run(all_of_them())
     assert [answer.content["output"] for answer in answers] == alone
     assert isinstance(only[0], Output)
-    assert plain.content["output"] == only[0].texts[0]  # which begins as the model likes
+    assert plain.content["output"] == only[0].texts[0]  # its first token is the model's choice
     assert api.merger.batches == 2
     for options, said in (
         ({"target_lang": "fr"}, "'fr' is no language of"),
@@ -277,7 +288,7 @@ def test_requests_of_several_languages_are_one_batch(
 
 
 def test_languages_of_tokenizers(nllb: Path) -> None:
-    """NLLB's lie among its special tokens, those of others in tables of theirs."""
+    """NLLB's languages are special tokens; other tokenizers have tables of them."""
     generator = TextGenerator(Options(nllb, {"max_new_tokens": 3}, targets="language"))
     found = generator.encode(["a", "b", " "], ["deu_Latn", "xx", "deu_Latn"])
     assert getattr(found[0], "first", None) == generator.tokenizer.convert_tokens_to_ids("deu_Latn")

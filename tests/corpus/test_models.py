@@ -1,4 +1,4 @@
-"""Models that commands are given: by a folder or by an id on the hub, and whole."""
+"""Models given to commands by folder or hub id, and checks that their weights are complete."""
 
 import json
 import os
@@ -36,12 +36,12 @@ def text(folder: Path) -> Path:
     return file
 
 
-# ---- by an id
+# Hub ids
 
 
 @pytest.fixture(scope="module")
 def cache(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of the hub's with one model, me/marian."""
+    """Return a hub cache with one model, me/marian."""
     home = tmp_path_factory.mktemp("home")
     model = home / "hub" / "models--me--marian"
     (model / "refs").mkdir(parents=True)
@@ -51,10 +51,11 @@ def cache(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offline(cache: Path, *runs: list[object]) -> list[tuple[int, str, str]]:
-    """Run commands in a process without the hub; return what each ends with and prints."""
+    """Run commands in one process without the hub; return the status and output of each."""
     code = (
         "import contextlib, io, json\nfrom fastgen.cli import main\nfound = []\n"
-        f"for words in json.loads({json.dumps(json.dumps([[str(word) for word in words] for words in runs]))}):\n"
+        "for words in json.loads("
+        f"{json.dumps(json.dumps([[str(word) for word in words] for words in runs]))}):\n"
         "    out, err = io.StringIO(), io.StringIO()\n"
         "    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):\n"
         "        status = main(words)\n"
@@ -122,14 +123,14 @@ def test_an_unknown_id_is_one_line_of_the_librarys_own(
         assert out == ""
         (line,) = err.splitlines()
         assert (
-            f"{unknown}: there is no such folder; as a model's id on the hub: We couldn't connect to"
-            in line
+            f"{unknown}: there is no such folder; "
+            "as a model's id on the hub: We couldn't connect to" in line
         )
 
 
 @pytest.mark.slow
 def test_a_run_by_an_id_goes_on(cache: Path, text: Path, tmp_path: Path) -> None:
-    """Also where files that nobody needs have come to the snapshot since."""
+    """A run resumes even if unrelated files were added to the snapshot."""
     words = [
         "generate",
         "me/marian",
@@ -141,13 +142,16 @@ def test_a_run_by_an_id_goes_on(cache: Path, text: Path, tmp_path: Path) -> None
         1,
     ]
     code = (
-        "from pathlib import Path\nfrom fastgen.corpus.run import job\nfrom fastgen.cli import main\n"
+        "from pathlib import Path\n"
+        "from fastgen.corpus.run import job\n"
+        "from fastgen.cli import main\n"
         "deliver = job._deliver\n"
         "def interrupted(*_):\n    raise KeyboardInterrupt\n"
         "job._deliver = interrupted\n"
         f"words = {[str(word) for word in words]} + ['--max-new-tokens', '4']\n"
         "first = main(words)\n"
-        f"Path({str(cache)!r}, 'hub/models--me--marian/snapshots/{COMMIT}/more.json').write_text('{{}}')\n"
+        f"Path({str(cache)!r}, 'hub/models--me--marian/snapshots/{COMMIT}/more.json')"
+        ".write_text('{}')\n"
         "job._deliver = deliver\n"
         "print(first, main(words))\n"
     )
@@ -168,11 +172,11 @@ def test_other_folders_called_snapshots_are_told_by_what_they_hold(
     assert digest(copy) != digest(folder)
 
 
-# ---- whole
+# Complete and finite weights
 
 
 def changed(folder: Path, tmp_path: Path, change: Any) -> Path:
-    """A copy of a model whose weights are changed."""
+    """Return a copy of a model with changed weights."""
     copy = shutil.copytree(folder, tmp_path / "changed")
     weights = load_file(copy / "model.safetensors")
     change(weights)
@@ -200,7 +204,10 @@ def test_a_model_without_some_weights_is_refused_by_every_command(
         names = ", ".join(
             f"model.decoder.layers.0.self_attn.k_proj.{name}" for name in ("bias", "weight")
         )
-        expected = f"its files lack 8 weights: {names}, model.decoder.layers.0.self_attn.out_proj.bias and 5 more"
+        expected = (
+            f"its files lack 8 weights: {names}, "
+            "model.decoder.layers.0.self_attn.out_proj.bias and 5 more"
+        )
         assert expected in shown.err
         assert shown.out == ""
 

@@ -1,4 +1,4 @@
-"""What a call of `generate` allocates: room for keys and values that is used again, and little in its steps."""
+"""Allocations of a `generate` call: KV buffers are reused, and decode steps allocate little."""
 
 import gc
 from collections.abc import Callable
@@ -19,14 +19,15 @@ from tests.support.parity import assert_same
 
 _BART: dict[str, Any] = {
     "vocab_size": 2_000, "d_model": 256, "max_position_embeddings": 512, "init_std": 0.1,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 1024, "decoder_ffn_dim": 1024,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 1024,
+    "decoder_ffn_dim": 1024,
 }  # fmt: skip
 _MODELS: dict[str, Callable[..., Any]] = {
     "bart": lambda: tf.BartForConditionalGeneration(tf.BartConfig(**zoo._ENCODER_DECODER | _BART)),
     "gpt2": lambda: tf.GPT2LMHeadModel(
         tf.GPT2Config(
-            vocab_size=2_000, n_embd=256, n_layer=2, n_head=4, n_positions=512, pad_token_id=zoo.PAD, bos_token_id=1,
-            eos_token_id=zoo.EOS,
+            vocab_size=2_000, n_embd=256, n_layer=2, n_head=4, n_positions=512,
+            pad_token_id=zoo.PAD, bos_token_id=1, eos_token_id=zoo.EOS,
         )
     ),
     "llama": lambda: tf.LlamaForCausalLM(
@@ -45,7 +46,7 @@ def _build(family: str) -> Any:
 
 
 def _warm(model: Any, kwargs: dict[str, Any]) -> None:
-    """Have weights packed, as they are at their third use, and steps proven; leave no memory that is kept."""
+    """Run calls until weights are packed (third use) and steps are checked; drop the buffers."""
     for _ in range(3):
         model.generate(**kwargs | _length(6))
     scratch.release()
@@ -57,14 +58,17 @@ def _length(count: int) -> dict[str, int]:
 
 @pytest.fixture
 def all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is given up: how many are, the text decides."""
+    """Never compact the KV cache, as the number of live slots depends on the generated text."""
     monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)
 
 
 @pytest.mark.usefixtures("all_slots")
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 def test_outgrown_keys_and_values_are_given_up(family: str) -> None:
-    """A text of 150 tokens outgrows its room twice; with what it has outgrown it would take more than twice as much."""
+    """A text of 150 tokens outgrows its KV buffers twice.
+
+    If outgrown buffers were kept, the call would take more than twice as much memory.
+    """
     model = _build(family)
     kwargs = zoo.batch(model, 4, 128) | {"num_beams": 4} | _length(150)
     _warm(model, kwargs)
@@ -75,18 +79,18 @@ def test_outgrown_keys_and_values_are_given_up(family: str) -> None:
 
 
 def _buffers(model: Any, kwargs: dict[str, Any], least: int) -> int:
-    """How many tensors of so many bytes at least a call allocates."""
+    """Return how many tensors of at least `least` bytes a call allocates."""
     return sum(size >= least for size in allocations(lambda: model.generate(**kwargs)).sizes)
 
 
 @pytest.mark.usefixtures("all_slots")
 @pytest.mark.parametrize("family", ["bart", "llama"])
 def test_a_second_call_allocates_no_keys_and_values(family: str) -> None:
-    """It finds the room that the first has come to need, at once, and nothing moves."""
+    """The second call immediately finds buffers of the size that the first one needed."""
     model = _build(family)
     kwargs = zoo.batch(model, 4, 8) | {"num_beams": 4} | _length(80)
     _warm(model, kwargs)
-    least = fastgen.explain(model, **kwargs).kv_bytes // 8  # of the smaller room of a layer's keys
+    least = fastgen.explain(model, **kwargs).kv_bytes // 8  # of the smaller key buffer of a layer
     assert _buffers(model, kwargs, least) == 2 * 2 * 2, (
         "room for 64 steps, then for 79, of keys and values of 2 layers"
     )
@@ -117,7 +121,7 @@ STEADY = {
     ("llama", 1): 100 + 12,
     ("llama", 4): 100 + 97,
 }
-"""Allocations of a steady step of two layers and of the choice of its tokens, all of them small."""
+"""Allocations of a steady decode step of two layers plus its token selection; all are small."""
 
 
 @pytest.mark.parametrize(("family", "beams"), STEADY)
@@ -137,10 +141,10 @@ def test_a_steady_step(family: str, beams: int) -> None:
 
 
 def test_a_text_longer_than_the_config_says() -> None:
-    """A stopping criterion of the user's stands in the place of the config's length."""
+    """The user's stopping criterion replaces the config's length."""
     model = zoo.build("gpt2")
     inputs = zoo.batch(model, 2, 5)
-    for _ in range(3):  # the second call finds the first one's memory
+    for _ in range(3):  # the second call finds the first call's memory
         kwargs = inputs | {
             "max_new_tokens": 6, "eos_token_id": None, "num_beams": 1,
             "stopping_criteria": [MaxLengthCriteria(max_length=90)],

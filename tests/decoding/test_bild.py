@@ -1,4 +1,4 @@
-"""Big-little decoding on toy models: the definition's tokens and events, and what must hold whatever the models say."""
+"""Big-little decoding on toy models: tokens, events, and properties that hold for any models."""
 
 import math
 import random
@@ -22,9 +22,15 @@ EOS, PAD = 1, 0
 
 @dataclass
 class Pair:
-    """Two toys that agree more or less, prompts for them, and the longest text.
+    """Two toy models that agree to some degree, prompts for them, and the maximum length.
 
-    late: whether the large and the small one run a prompt's last token with the first of a text.
+    Attributes:
+        large: the large model.
+        small: the small model.
+        prompts: prompts of equal length.
+        longest: maximum length of a text, prompt included.
+        late: whether the large and the small model process a prompt's last token together with the
+            first token of a text.
     """
 
     large: Toy
@@ -52,7 +58,7 @@ class Pair:
         )
 
     def texts(self, ids: torch.Tensor) -> list[list[int]]:
-        """What a search has written, without what fills it up."""
+        """Return the generated tokens of each text, without padding."""
         rows = [row[len(self.prompts[0]) :] for row in ids.tolist()]
         ends = [row.index(EOS) + 1 if EOS in row else len(row) for row in rows]
         for row, end in zip(rows, ends, strict=True):
@@ -210,7 +216,7 @@ def test_scores_of_tokens_are_the_large_models(seed: int) -> None:
 
 
 def _frequencies(policy: Rejection | Likeliest | None, draws: int) -> torch.Tensor:
-    """How often each text of two tokens comes out, by `policy` or by the large model alone."""
+    """Return the frequency of each text of two tokens, under `policy` or the large model alone."""
     large = Toy(4, 11, sharpness=1.0)
     small = Toy(4, 12, sharpness=1.0, other=large, own=0.6)
     counts = torch.zeros(16)
@@ -221,8 +227,8 @@ def _frequencies(policy: Rejection | Likeliest | None, draws: int) -> torch.Tens
         return counts
     prompts = [[3]] * draws
     search = Bild(
-        Held(large, prompts), Held(small, prompts), torch.tensor(prompts), Stop(None, [lambda n: n >= 3]), [], policy,
-        PAD, 0.0, 10,
+        Held(large, prompts), Held(small, prompts), torch.tensor(prompts),
+        Stop(None, [lambda n: n >= 3]), [], policy, PAD, 0.0, 10,
     )  # fmt: skip
     for a, b in search.run()[:, 1:].tolist():
         counts[4 * a + b] += 1.0 / draws
@@ -292,7 +298,7 @@ def test_a_trial_waits_for_what_the_small_models_prompts_cost() -> None:
 
 
 def test_calls_of_one_size_pay_for_their_own_trials() -> None:
-    """A thousand calls for one text do not make up for what a batch would lose."""
+    """The time saved by a thousand calls with one text does not pay for trials with a batch."""
     large, small = torch.nn.Identity(), torch.nn.Identity()
     alone, few, many = (pace_of(large, small, None, texts) for texts in (1, 9, 32))
     assert pace_of(large, small, None, 12) is few
@@ -305,7 +311,7 @@ def test_calls_of_one_size_pay_for_their_own_trials() -> None:
 
 
 class _Clock:
-    """A clock that models advance as they run: seconds of a pass, and of each text and token in it."""
+    """A clock that models advance as they run."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -316,7 +322,7 @@ class _Clock:
 
 @dataclass
 class Timed(Held):
-    """A toy that takes time."""
+    """A toy model that takes `seconds` per pass and `of_token` seconds per token."""
 
     clock: _Clock = field(default_factory=_Clock)
     seconds: float = 1.0
@@ -335,7 +341,10 @@ class Timed(Held):
 def _seconds(
     pace: Pace | None, clock: _Clock, small_seconds: float, calls: int, fallback: float = 0.0
 ) -> float:
-    """What calls take in all, of two texts of 60 tokens each; every second draft of the small model is wrong."""
+    """Return the seconds that calls of two texts of 60 tokens take in all.
+
+    Every second draft of the small model is wrong.
+    """
     began = clock.now
     for seed in range(calls):
         toys = pair(seed, rows=2)
@@ -346,16 +355,15 @@ def _seconds(
         search.large = Timed(toys.large, list(toys.prompts), clock=clock, of_token=0.01)
         search.small = Timed(toys.small, list(toys.prompts), clock=clock, seconds=small_seconds)
         texts = search.run()[:, len(toys.prompts[0]) :].tolist()
-        ends = lambda text: len(text) >= 61
+        ends = lambda text: len(text) >= 61  # noqa: E731
         assert texts == [greedy(toys.large, prompt, ends) for prompt in toys.prompts]
     return clock.now - began
 
 
 def test_drafts_that_do_not_pay_are_left_off() -> None:
     clock = _Clock()
-    alone = _seconds(
-        None, clock, 0.0, calls=30, fallback=1.1
-    )  # with a small model that costs nothing and says nothing
+    # The small model costs nothing and drafts nothing.
+    alone = _seconds(None, clock, 0.0, calls=30, fallback=1.1)
     pace = Pace(clock)
     _seconds(pace, clock, 0.9, calls=3)
     later = _seconds(pace, clock, 0.9, calls=30)
@@ -376,7 +384,7 @@ def test_drafts_that_pay_go_on() -> None:
 
 @pytest.mark.parametrize("small_seconds", [0.9, 3.0, 20.0])
 def test_trials_cost_a_share_of_the_time_at_most(small_seconds: float) -> None:
-    """At any time, from the first call on."""
+    """The bound holds at any time, from the first call on."""
     clock = _Clock()
     pace, alone, spent = Pace(clock), 0.0, 0.0
     for _ in range(40):
@@ -425,7 +433,10 @@ def test_the_small_models_prompt_counts() -> None:
 
 
 def _short(pace: Pace | None, clock: _Clock, fallback: float = 0.0) -> float:
-    """What a call of twelve tokens takes whose small model drafts well, and has a prompt that takes long to read."""
+    """Return the seconds of a call of twelve tokens.
+
+    The small model drafts well, but takes long to process its prompt.
+    """
     toys, began = pair(4, rows=1), clock.now
     toys.small = toys.large
     search = toys.search(policy=Likeliest(0.0), fallback=fallback, max_draft=4, pace=pace)

@@ -1,4 +1,4 @@
-"""Draws that a graph can hold: those of torch.multinomial, from the same random numbers."""
+"""Sampling that CUDA graphs can capture: the same draws as torch.multinomial."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +21,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def test_draw(
     shape: tuple[int, int], count: int, left: float, dtype: torch.dtype, device: str
 ) -> None:
-    """Bit by bit the same, and the generator is left where torch.multinomial leaves it."""
+    """The draws and the generator's final state equal those of torch.multinomial bit for bit."""
     torch.manual_seed(7)
     out = (torch.rand(shape) >= left) & (torch.arange(shape[1]) >= count)
     weights = (
@@ -38,7 +38,7 @@ def test_draw(
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_nothing_else_is_left_to_draw(count: int) -> None:
-    """Where fewer weights than draws are positive, the others come in the same order."""
+    """If fewer weights are positive than there are draws, the rest come in the same order."""
     weights = torch.tensor([[0.5, 0.0, 0.0, 0.5, 0.0]])
     torch.manual_seed(1)
     wanted = torch.multinomial(weights, count)
@@ -98,7 +98,7 @@ def test_a_device_draws_alike() -> None:
 
 @pytest.mark.gpu
 def test_a_capture_that_fails() -> None:
-    """Random numbers are drawn again from then on."""
+    """The random number generator works again after a failed capture."""
     values = torch.rand(3, device="cuda")
     with pytest.raises(graph.NotCaptured):
         graph.capture(lambda: values.sum().item(), values.device, graph.Place(values.device))

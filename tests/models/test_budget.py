@@ -1,4 +1,4 @@
-"""Memory that is held between calls: how much it may be, what is said of it, and that it goes with its model."""
+"""Memory held between calls: its limit, its report, and its release together with the model."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
 
 GIB, MIB = 2**30, 2**20
-_system_memory = budget.system_memory  # as it is before a fixture replaces it
+_system_memory = budget.system_memory  # the original, before a fixture replaces it
 
 
 @pytest.mark.parametrize(
@@ -27,17 +27,42 @@ _system_memory = budget.system_memory  # as it is before a fixture replaces it
     [
         (100 * MIB, 0, None, None, None),
         (100 * MIB, 9 * GIB, None, SystemMemory(4 * GIB, 700 * MIB), None),
-        (200 * MIB, 0, None, SystemMemory(4 * GIB, 700 * MIB), "memory is short: 700 MiB available, 712 MiB needed"),
+        (
+            200 * MIB,
+            0,
+            None,
+            SystemMemory(4 * GIB, 700 * MIB),
+            "memory is short: 700 MiB available, 712 MiB needed",
+        ),
         (0, 0, None, SystemMemory(4 * GIB, 512 * MIB), None),
-        (100 * MIB, 0, None, SystemMemory(16 * GIB, 2147 * MIB),
-         "memory is short: 2147 MiB available, 2148 MiB needed"),
+        (
+            100 * MIB,
+            0,
+            None,
+            SystemMemory(16 * GIB, 2147 * MIB),
+            "memory is short: 2147 MiB available, 2148 MiB needed",
+        ),
         (100 * MIB, 0, None, SystemMemory(16 * GIB, 2148 * MIB), None),
         (100 * MIB, 400 * MIB, 500 * MIB, SystemMemory(GIB, 0), None),
-        (101 * MIB, 400 * MIB, 500 * MIB, SystemMemory(GIB, GIB),
-         "FASTGEN_MEMORY allows 500 MiB in all: 400 MiB held, 101 MiB more needed"),
+        (
+            101 * MIB,
+            400 * MIB,
+            500 * MIB,
+            SystemMemory(GIB, GIB),
+            "FASTGEN_MEMORY allows 500 MiB in all: 400 MiB held, 101 MiB more needed",
+        ),
     ],
-    ids=["unknown", "enough", "short", "reserve", "share short", "share", "within limit", "beyond limit"],
-)  # fmt: skip
+    ids=[
+        "unknown",
+        "enough",
+        "short",
+        "reserve",
+        "share short",
+        "share",
+        "within limit",
+        "beyond limit",
+    ],
+)
 def test_shortage(
     needed: int, held: int, limit: int | None, system: SystemMemory | None, expected: str | None
 ) -> None:
@@ -56,7 +81,9 @@ def test_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     _write(
         tmp_path,
         {
-            "proc/meminfo": "MemTotal: 90 kB\nMemFree: 1 kB\nMemAvailable: 8 kB\nHugePages_Total: 0\n"
+            "proc/meminfo": (
+                "MemTotal: 90 kB\nMemFree: 1 kB\nMemAvailable: 8 kB\nHugePages_Total: 0\n"
+            ),
         },
     )
     assert _system_memory(tmp_path) == SystemMemory(90 * 1024, 8 * 1024)
@@ -77,7 +104,10 @@ def test_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("files", "expected"),
     [
         ({"sys/fs/cgroup/memory.max": "max", "sys/fs/cgroup/memory.current": "5"}, (9216, 8192)),
-        ({"sys/fs/cgroup/memory.max": "5000\n", "sys/fs/cgroup/memory.current": "1000\n"}, (5000, 4000)),
+        (
+            {"sys/fs/cgroup/memory.max": "5000\n", "sys/fs/cgroup/memory.current": "1000\n"},
+            (5000, 4000),
+        ),
         (
             {"sys/fs/cgroup/memory.max": "5000", "sys/fs/cgroup/memory.current": "4500",
              "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 300\n"},
@@ -87,7 +117,8 @@ def test_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (
             {"proc/self/cgroup": "0::/outer/inner\n",
              "sys/fs/cgroup/outer/memory.max": "3000", "sys/fs/cgroup/outer/memory.current": "1000",
-             "sys/fs/cgroup/outer/inner/memory.max": "4000", "sys/fs/cgroup/outer/inner/memory.current": "900"},
+             "sys/fs/cgroup/outer/inner/memory.max": "4000",
+             "sys/fs/cgroup/outer/inner/memory.current": "900"},
             (3000, 2000),
         ),
         (
@@ -106,7 +137,10 @@ def test_memory_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             (3000, 1000),
         ),
     ],
-    ids=["v2 without limit", "v2", "v2 with file pages", "v2 exceeded", "v2 nested", "v1 nested", "v1 in a container"],
+    ids=[
+        "v2 without limit", "v2", "v2 with file pages", "v2 exceeded", "v2 nested", "v1 nested",
+        "v1 in a container",
+    ],
 )  # fmt: skip
 def test_limits_of_control_groups(
     files: dict[str, str], expected: tuple[int, int], tmp_path: Path
@@ -122,7 +156,7 @@ def test_memory_of_this_machine() -> None:
 
 @pytest.fixture
 def model() -> Iterator[Any]:
-    """A model whose weights are worth a copy in every layout, and in panels fill them."""
+    """Yield a model whose weights are worth packing in every layout and fill their panels."""
     packed_weights.release()
     scratch.release()
     torch.manual_seed(0)
@@ -150,7 +184,7 @@ def _generate(model: Any) -> Any:
 
 
 def _weights(model: Any) -> dict[str, int]:
-    """Bytes of all weights of linear layers, by name; the head shares its own with the embedding."""
+    """Return the bytes of each weight of a linear layer; the head shares the embedding's weight."""
     sizes = {
         name: p.nbytes
         for name, p in model.named_parameters()
@@ -199,10 +233,14 @@ def test_nothing_is_held_for_a_model_that_is_gone() -> None:
 
 
 def test_without_memory_for_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the system has room weights are packed; the others run on torch's product, and are named."""
+    """Weights are packed while memory lasts.
+
+    The others run as torch's products, and are reported.
+    """
     with fastgen.disabled():
         expected = _generate(model)
-    free = [513 * MIB + MIB // 2]  # for one of the three largest weights, of 1 MiB, and some others
+    # Enough for one of the three largest weights, of 1 MiB each, and some others.
+    free = [513 * MIB + MIB // 2]
 
     def pack(weight: Any, *rest: Any) -> Any:
         free[0] -= weight.nbytes

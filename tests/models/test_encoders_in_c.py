@@ -1,4 +1,4 @@
-"""Encoders, and the first token of texts with a source, run in C: as their modules, and as operation by operation."""
+"""Encoders, and the first token of encoder-decoders, run in C with the same results."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,8 +14,8 @@ from fastgen.models.specs.encoder_layouts import ENCODERS
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.patches.transformers.encoders import unpadded_encoder
-from tests.models.test_in_c import _wide
-from tests.ops.test_native import variant
+from tests.models.test_in_c import _wide  # noqa: F401  a fixture
+from tests.ops.test_native import variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -35,8 +35,8 @@ def _encoded() -> int:
 
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generate(variant: str, family: str, padding: str) -> None:
-    """Encoder, first token and steps: of the second call nothing is left to the model's own modules."""
+def test_generate(variant: str, family: str, padding: str) -> None:  # noqa: F811
+    """The encoder, first token and decode steps of the second call all run without the modules."""
     model = zoo.build(family, torch.float32)
     kwargs = zoo.batch(model, 4, 9, padding) | {"num_beams": 3, "max_new_tokens": 6}
     for _ in range(2):
@@ -46,9 +46,8 @@ def test_generate(variant: str, family: str, padding: str) -> None:
     steps = len(model.generate(**kwargs | {"eos_token_id": None})[0]) - 1
     assert _encoded() == 1
     in_a_row = calls["search", "native"] > 0
-    assert calls["decoder_step", "native"] == (
-        1 if in_a_row else steps
-    )  # the first token's among them
+    # One of them belongs to the first token.
+    assert calls["decoder_step", "native"] == (1 if in_a_row else steps)
 
 
 def _layers(model: Any, length: int) -> Encoder:
@@ -57,7 +56,10 @@ def _layers(model: Any, length: int) -> Encoder:
 
 
 def _batch(kind: str) -> tuple[Sentences, int]:
-    """Sentences of one length or several, of more tokens than attend at once, and how many positions they have."""
+    """Return sentences and their number of positions.
+
+    `kind` selects equal lengths, different lengths, or more tokens than one block of attention.
+    """
     lengths = {"alike": [7] * 5, "different": [1, 4, 4, 9, 16], "long": [129, 128, 300]}[kind]
     longest = max(lengths)
     if kind == "alike":
@@ -67,23 +69,21 @@ def _batch(kind: str) -> tuple[Sentences, int]:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("kind", ["alike", "different", "long"])
-@pytest.mark.parametrize(
-    "family", ["marian", "pegasus", "t5", "umt5"]
-)  # norms behind and before, biases of scores
+# Norms before and after sublayers, and biases of attention scores.
+@pytest.mark.parametrize("family", ["marian", "pegasus", "t5", "umt5"])
 def test_layers(
-    variant: str,
+    variant: str,  # noqa: F811
     family: str,
     kind: str,
     threads: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As operation by operation, whatever the threads share; what comes in is not written to."""
+    """The results equal single operations, for any number of threads; the input is unmodified."""
     monkeypatch.setattr(native, "threads_for", lambda work: threads)
     model = zoo.build(family, torch.float32)
     sentences, length = _batch(kind)
-    layers = _layers(
-        model, length if family.endswith("t5") else 9
-    )  # others have positions for so many
+    # The other families have this many positions.
+    layers = _layers(model, length if family.endswith("t5") else 9)
     rows = sum(group.sentences * group.tokens for group in sentences.groups)
     x = torch.randn(rows, model.config.d_model, generator=torch.Generator().manual_seed(0))
     before = x.clone()
@@ -94,8 +94,8 @@ def test_layers(
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
 
 
-def test_padding_that_is_run(variant: str) -> None:
-    """Where a sentence has rows of padding, or first positions alone are read, layers run operation by operation."""
+def test_padding_that_is_run(variant: str) -> None:  # noqa: F811
+    """Layers run as single operations if padding is computed, or only first positions are read."""
     layers = _layers(zoo.build("marian", torch.float32), 9)
     visible = torch.arange(9) < torch.tensor([4, 9])[:, None]
     for padding, expected in (("run", 0), ("first", 0), ("none", 1)):
@@ -119,12 +119,15 @@ def _known(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("where", "read"), [(_on_no_cpu_of_ours, 0), (_known, 1)])
 def test_without_padding_only_for_c(
-    variant: str,
+    variant: str,  # noqa: F811
     where: Callable[[pytest.MonkeyPatch], None],
     read: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There is nothing to gain elsewhere; parts that are not written in C are looked at once."""
+    """Padding is removed only if C runs the encoder, as it gains nothing elsewhere.
+
+    A model with parts that C does not support is inspected once.
+    """
     where(monkeypatch)
     model, times = zoo.build("marian", torch.float32), list[int]()
     monkeypatch.setattr(
@@ -136,7 +139,7 @@ def test_without_padding_only_for_c(
     assert _encoded() == 0
 
 
-def test_weights_may_change_between_calls(variant: str) -> None:
+def test_weights_may_change_between_calls(variant: str) -> None:  # noqa: F811
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 3, 8) | {"max_new_tokens": 8, "num_beams": 2}
     for _ in range(3):
@@ -150,7 +153,7 @@ def test_weights_may_change_between_calls(variant: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["transformer", "prenorm", "bart"])
-def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     pytest.importorskip("fairseq")
     from tests.support import fairseq_zoo
 

@@ -1,4 +1,4 @@
-"""The first token of texts with a source: from the weights where that has been proven, else by the model's forward."""
+"""The first token of encoder-decoders: from the weights where checked, else from the forward."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What runs a prompt through its own forward, once for each."""
+    """Return a list that gets an entry for each prompt that a model's own forward runs."""
     found: list[object] = []
     prefill = GenerationMixin._prefill
 
@@ -34,7 +34,10 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 def _by_modules(model: Any, kwargs: dict[str, Any], prompts: list[object]) -> int:
-    """How often the same call of fastgen's runs the prompt through the model; its output is transformers' own."""
+    """Return how many times a fastgen call runs the prompt through the model.
+
+    The output has to equal that of unpatched transformers.
+    """
     kwargs = {"max_new_tokens": 6, "min_new_tokens": 3} | kwargs
     assert assert_same(model, kwargs).error is None
     prompts.clear()
@@ -100,7 +103,10 @@ def test_weights_of_today(prompts: list[object]) -> None:
 def test_what_computes_something_else(
     monkeypatch: pytest.MonkeyPatch, prompts: list[object]
 ) -> None:
-    """The steps alone are made from the weights where the keys of the source, which no step makes, are others."""
+    """If the cross-attention KV differ, only the decode steps run from the weights.
+
+    No decode step computes these keys and values.
+    """
     source_of = first_token.source_of
 
     def others(*args: Any) -> list[first_token.Kept]:

@@ -1,4 +1,4 @@
-"""Decode steps from a model's weights: the same as its own modules', and left to them where something is unknown."""
+"""Fused decode steps: they equal those of the modules, which run whatever fastgen does not know."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -38,14 +38,15 @@ def _build(family: str, dtype: torch.dtype = torch.float64) -> Any:
     model = zoo.build(family, dtype)
     if getattr(model.config, "sliding_window", None):
         model.config.sliding_window = 64  # longer than the texts here
-        for layer in model.get_decoder().layers:  # some note it, for their layers of that kind
+        # Some families store the window in the layers that use it.
+        for layer in model.get_decoder().layers:
             if getattr(layer.self_attn, "sliding_window", None):
                 layer.self_attn.sliding_window = 64
     return model
 
 
 def _left_off(model: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """What a call, the same as without fastgen, says of its steps; nothing where they are fused."""
+    """Return the reasons why a call does not use fused steps; its output has to be unchanged."""
     assert assert_same(model, kwargs).error is None
     model.generate(**kwargs)
     call = last_call()
@@ -67,14 +68,15 @@ def test_family(
     if merged:
         monkeypatch.setattr(linear, "MERGED", (2**20, 2**20))
     model = _build(family, dtype)
-    # transformers gives NaN for Gemma 2 in fp64 with rows that see nothing.
+    # In fp64, transformers returns NaN for Gemma 2 on rows that see nothing.
     for padding in (
         ("none",) if (family, dtype) == ("gemma2", torch.float64) else ("none", "natural")
     ):
         kwargs = zoo.batch(model, 4, 9, padding) | METHODS[method] | {"max_new_tokens": 14}
         kwargs |= FIELDS if dtype == torch.float64 else {}
-        for _ in range(2):  # the first step of the first call is made both ways
-            # The softmax of transformers' eager attention, which alone has a soft cap, is in fp32.
+        for _ in range(2):  # the first step of the first call is computed both ways
+            # Only eager attention supports softcapping, and transformers computes its softmax in
+            # fp32.
             assert (
                 assert_same(model, kwargs, tolerance=1e-5 if family == "gemma2" else 1e-6).error
                 is None
@@ -91,7 +93,7 @@ def _fused() -> bool:
 
 @pytest.mark.parametrize("family", ["bart", "phi3"])
 def test_labels_are_kept_from_the_steps(family: str) -> None:
-    """As `Seq2SeqTrainer` gives them: no forward of a generating model sees them."""
+    """Labels, which `Seq2SeqTrainer` passes, do not reach the forward of a generating model."""
     model = _build(family)
     inputs = zoo.batch(model, 3, 7)
     assert (
@@ -129,7 +131,7 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_weights_may_change_between_calls() -> None:
-    """Written in place, behind autograd's back, exchanged, or of another type: the next call has the new ones."""
+    """The next call sees weights that were modified, replaced or converted to another dtype."""
     model = _build("bart", torch.float32)
     kwargs = zoo.batch(model, 4, 9) | {"num_beams": 4, "max_new_tokens": 12, "min_new_tokens": 12}
     layer: Any = model.model.decoder.layers[1]
@@ -154,14 +156,14 @@ def test_weights_may_change_between_calls() -> None:
 
 
 class _Adapted(nn.Linear):
-    """As an adapter would stand in a linear layer's place."""
+    """A stand-in for an adapter in place of a linear layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + x.sum(-1, keepdim=True)
 
 
 class _Passing(nn.Module):
-    """Passes everything on."""
+    """A module that passes its arguments on."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -182,7 +184,7 @@ def _with(change: Callable[[Any, Any], object]) -> Callable[[], Any]:
 
 
 def _train(model: Any, layer: Any) -> None:
-    layer.self_attn.train()  # nothing in it is random
+    layer.self_attn.train()  # contains nothing random
 
 
 class _Phi3OfItsOwn(tf.Phi3ForCausalLM):
@@ -236,7 +238,7 @@ DECLINED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("what", DECLINED)
 def test_declined(what: str) -> None:
-    """The model's own modules make the steps, the output is the same, and the reason is said."""
+    """The modules compute the steps, the output is unchanged, and the reason is reported."""
     build, reason = DECLINED[what]
     model = build()
     assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == (
@@ -248,7 +250,7 @@ def test_declined(what: str) -> None:
     "what", ["a hook on a Linear", "a hook on a BartModel", "a forward of its own of a Linear"]
 )
 def test_what_is_put_on_modules(what: str) -> None:
-    """It finds what transformers gives it, in its own cache."""
+    """Hooks and replaced forwards receive what transformers passes, in its own cache."""
     model = _with(lambda *_: None)()
     part = model.model if "BartModel" in what else model.model.decoder.layers[0].fc1
     if "forward" in what:
@@ -274,7 +276,7 @@ def test_a_family_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_one_after_the_other() -> None:
-    """GPT-NeoX has both forms, and says which one it is."""
+    """GPT-NeoX has both forms, and its config selects one."""
     config = _build("gpt_neox").config
     config.use_parallel_residual = False
     model: Any = tf.GPTNeoXForCausalLM(config).eval().double()
@@ -285,7 +287,10 @@ def test_layers_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_soft_caps(family: str) -> None:
-    """Of the logits, and of the scores where the family has one: small ones here, which change what is generated."""
+    """Softcapping of logits, and of attention scores where a family has it.
+
+    The caps are small here, so that they change the output.
+    """
     model = _build(family)
     kwargs = zoo.batch(model, 3, 7, "none") | {"num_beams": 3, "max_new_tokens": 8} | FIELDS
     for name, cap in (("attn_logit_softcapping", 0.5), ("final_logit_softcapping", 8.0)):
@@ -300,7 +305,7 @@ def test_soft_caps(family: str) -> None:
 
 
 def test_layers_that_are_not_alike() -> None:
-    """What a record says of all layers is looked up in each."""
+    """Properties that a spec requires of all layers are checked in each of them."""
     model = _build("gpt_neox")
     kwargs = zoo.batch(model, 3, 7) | {"max_new_tokens": 8} | FIELDS
     for _ in range(2):
@@ -311,7 +316,7 @@ def test_layers_that_are_not_alike() -> None:
 
 
 def test_an_activation_function_that_changes() -> None:
-    """A module is not known for good by what it once computed."""
+    """A module that was identified once is checked again in later calls."""
     model = _build("gpt2")
     kwargs = zoo.batch(model, 3, 7) | {"max_new_tokens": 8} | FIELDS
     for block in model.transformer.h:
@@ -361,7 +366,7 @@ def test_positions_that_change_with_the_length() -> None:
 
 
 def test_memory_that_runs_out_in_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not taken for another computation: halves of the batch are proven."""
+    """Running out of memory does not count as a mismatch: halves of the batch are checked."""
     model = _build("bart")
     kwargs = zoo.batch(model, 4, 9) | {"num_beams": 3, "max_new_tokens": 9}
     call, failures = DecoderStep.__call__, [torch.OutOfMemoryError("CUDA out of memory")]
@@ -377,7 +382,7 @@ def test_memory_that_runs_out_in_the_trial(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def another_forward() -> Iterator[None]:
-    """Somebody has put another forward into transformers' class, under the name of its own."""
+    """Replace the forward of a transformers class, under its own name."""
     kind: Any = modeling_bart.BartDecoderLayer
     original = kind.forward
 
@@ -398,11 +403,10 @@ def test_a_class_with_another_forward(another_forward: None) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_model_that_computes_otherwise(beams: int) -> None:
-    """It has the same parts, and is found out in its first step, which is its own already."""
+    """The parts are the same, but the computation differs, which the first step already shows."""
     model = _build("bart")
-    decoder_layouts.LAYOUTS["bart"] = replace(
-        LAYOUTS["bart"], first=lambda _: 1
-    )  # as if positions began a row earlier
+    # As if positions started one row earlier.
+    decoder_layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=lambda _: 1)
     try:
         kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 8}
         for _ in range(2):
@@ -434,19 +438,17 @@ def test_what_was_written_since_the_proof_asks_for_another(monkeypatch: pytest.M
                 _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8})
                 == ()
             )
-        assert (
-            sum(found.dim() == 2 for found, *_ in compared) == 2 * number
-        )  # of the first token, and of a step
-    monkeypatch.setitem(
-        LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 1)
-    )  # as another version might need
+        # One comparison of the first token, and one of a decode step.
+        assert sum(found.dim() == 2 for found, *_ in compared) == 2 * number
+    # As another version might need.
+    monkeypatch.setitem(LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 1))
     assert _left_off(model, zoo.batch(model, 3, 7) | {"max_new_tokens": 8}) == (
         by_modules(OTHERWISE),
     )
 
 
 def test_logits_that_are_not_finite() -> None:
-    """One such call decides nothing about the next."""
+    """Such a call does not decide about the next one."""
     model = _build("bart")
     kwargs = zoo.batch(model, 3, 7) | {"max_new_tokens": 8, "min_new_tokens": 8}
     with torch.no_grad():
@@ -469,7 +471,7 @@ def test_a_decoder_without_its_encoder() -> None:
 
 
 def test_fewer_layers_than_there_are() -> None:
-    """transformers runs as many as the config says."""
+    """transformers runs the number of layers that the config gives."""
     model = _build("llama")
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
     model.generate(**kwargs)
@@ -486,7 +488,7 @@ def test_another_attention_for_one_row_per_sentence() -> None:
 
 
 def test_positions_in_two_scales() -> None:
-    """Phi-3 computes a text anew when it outgrows its short positions."""
+    """Phi-3 recomputes a text that outgrows its short position range."""
     config = zoo.build("phi3").config
     half = config.hidden_size // config.num_attention_heads // 2
     rope = {
@@ -515,7 +517,7 @@ def test_positions_in_two_scales() -> None:
 
 
 def test_hooks_of_transformers_own_stay_and_do_not_matter() -> None:
-    """Once hidden states were asked for, transformers leaves hooks on the layers, which do nothing."""
+    """transformers leaves inactive hooks on layers once hidden states were requested."""
     model = _build("llama")
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
     asked = kwargs | {"output_hidden_states": True, "return_dict_in_generate": True}
@@ -525,7 +527,7 @@ def test_hooks_of_transformers_own_stay_and_do_not_matter() -> None:
 
 @pytest.mark.slow
 def test_fewer_operators() -> None:
-    """A step hands less to the device than the model's own modules do over the same cache."""
+    """A fused step runs fewer operators than the modules do over the same cache."""
     from torch.profiler import ProfilerActivity, profile
 
     model: Any = tf.BartForConditionalGeneration(tf.BartConfig(**_SIX_LAYERS)).eval()

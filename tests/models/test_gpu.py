@@ -1,4 +1,4 @@
-"""On a CUDA device: the same calls, the same tokens."""
+"""Tests on a CUDA device: the same calls return the same tokens."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -42,7 +42,10 @@ def test_family(family: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
 def test_dtypes(family: str, dtype: torch.dtype, beams: int) -> None:
-    """Captured steps: the same tokens in fp32, and in half precision logits with an error no larger than stock's."""
+    """Captured steps return the same tokens in fp32.
+
+    In half precision, the error of their logits is at most that of the toolkit.
+    """
     model = zoo.build(family, dtype).to("cuda")
     inputs = _on_device(zoo.batch(model, 3, 9))
     options = {"num_beams": beams, "max_new_tokens": 40, "min_new_tokens": 40}
@@ -54,7 +57,7 @@ def test_dtypes(family: str, dtype: torch.dtype, beams: int) -> None:
             assert found.explains, found
         call = last_call()
         assert call is not None
-        if (family, dtype) != ("t5", torch.float16):  # whose sums are clamped
+        if (family, dtype) != ("t5", torch.float16):  # its sums are clamped
             assert call.plan.fused, call.plan.left_off
             assert call.plan.graphs, call.plan.left_off
 
@@ -77,7 +80,7 @@ def test_sentences_leave() -> None:
 def test_graphs(
     step: str, family: str, options: dict[str, Any], setting: Callable[[str, str], None]
 ) -> None:
-    """Captured steps: while the text outgrows its memory, and while sentences leave."""
+    """Steps are captured while the text outgrows its buffers and sentences leave the batch."""
     setting("FASTGEN_STEP", step)
     model = zoo.build(family).to("cuda")
     for ends in ([2], list(range(2, zoo.VOCABULARY, 4))):
@@ -99,7 +102,7 @@ def test_graphs(
 def test_graphs_that_outlive_a_call(
     family: str, beams: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next call captures no step, its weights are its own, and memory does not grow."""
+    """The next call captures no step, uses current weights, and memory does not grow."""
     model, captures, capture = (
         zoo.build(family, torch.float32).to("cuda"),
         list[str](),
@@ -124,7 +127,7 @@ def test_graphs_that_outlive_a_call(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.01)
-    assert captures.count("_body") <= 2  # a batch may be without padding, whose step has no mask
+    assert captures.count("_body") <= 2  # a batch without padding needs a step without a mask
     assert held[-1] <= 1.05 * max(held[:2])
     seats = held[-1]
     fastgen.release()
@@ -134,7 +137,7 @@ def test_graphs_that_outlive_a_call(
 @pytest.mark.parametrize("kind", ["offloaded", "static"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_caches(kind: str, beams: int) -> None:
-    """transformers' own caches; where it compiles the forward, the call is left to it."""
+    """Caches of transformers work; a call whose forward transformers compiles is not patched."""
     model = zoo.build("llama").to("cuda")
     kwargs = _on_device(zoo.batch(model, 4, 11)) | {
         "cache_implementation": kind,
@@ -150,7 +153,7 @@ def test_caches(kind: str, beams: int) -> None:
 
 
 def test_inputs_elsewhere() -> None:
-    """Ids on the CPU for a model on the device: transformers moves them at every step."""
+    """Ids on the CPU for a model on the device: transformers moves them at each step."""
     model = zoo.build("llama").to("cuda")
     assert_same(model, dict(zoo.batch(model, 2, 7)) | {"num_beams": 2, "max_new_tokens": 8})
 
@@ -158,7 +161,7 @@ def test_inputs_elsewhere() -> None:
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("name", ["transformer", "bart"])
 def test_fairseq_graphs(name: str, beams: int) -> None:
-    """Captured steps and choices, while sentences leave."""
+    """Steps and token selection are captured, while sentences leave the batch."""
     pytest.importorskip("fairseq")
     from tests.support import fairseq_zoo
 
@@ -170,5 +173,5 @@ def test_fairseq_graphs(name: str, beams: int) -> None:
     try:
         fairseq_zoo.assert_same([model], batch, options, 1e-4)
     finally:
-        model.to("cpu")  # others are handed the same one
+        model.to("cpu")  # later tests get the same model
     assert not Counter(fastgen.status()["fairseq.generate"].left_off) - before

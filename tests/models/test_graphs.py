@@ -1,4 +1,4 @@
-"""Decode steps that are captured once and replayed: the same as those that are run one by one."""
+"""Decode steps that are captured once and replayed equal steps that run one by one."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from tests.support.parity import assert_same
 from tests.support.recorder import Graphs
 
 FEW = {"max_new_tokens": 2, "min_new_tokens": 2}
-"""A call before another one: the first step of a model's first call is made both ways."""
+"""Options of a warm-up call: the first step of a model's first call is computed both ways."""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_family(family: str, method: str, graphs: Graphs) -> None:
     model = _build(family)
     for padding in ("none",) if family == "gemma2" else ("none", "natural"):
         kwargs = zoo.batch(model, 4, 9, padding) | METHODS[method] | {"max_new_tokens": 20} | FIELDS
-        model.generate(**kwargs)  # the first step of the first call is made both ways
+        model.generate(**kwargs)  # the first step of the first call is computed both ways
         replays = graphs.replays
         assert _same(model, kwargs, tolerance=1e-5).plan.graphs
         assert graphs.replays - replays >= 8
@@ -60,7 +60,7 @@ def test_family(family: str, method: str, graphs: Graphs) -> None:
 def test_kernels(
     family: str, beams: int, setting: Callable[[str, str], None], graphs: Graphs
 ) -> None:
-    """The kernels read on the device, too, what changes from step to step."""
+    """Triton kernels also read values that change from step to step on the device."""
     setting("FASTGEN_OPS", "triton")
     model = _build(family, torch.float32)
     kwargs = zoo.batch(model, 2, 7) | {
@@ -81,7 +81,7 @@ def test_kernels(
 def test_each_function_is_captured_once(
     family: str, beams: int, captures: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is room for the whole text from the start; where that would take too much, the text outgrows its memory."""
+    """The text outgrows its buffers only where room for all of it would take too much memory."""
     if captures == 2:
         monkeypatch.setattr(graph, "ROOMY", 2**60)
     model = _build(family)
@@ -94,7 +94,7 @@ def test_each_function_is_captured_once(
     assert graphs.captured == Counter(
         {"_body": captures, "_choose" if beams > 1 else "_choose_next": captures}
     )
-    # But for the step that is made both ways, and those before a capture.
+    # Without the step that is computed both ways, and the steps before a capture.
     assert graphs.replayed["_body"] == 109 - 1 - captures
 
 
@@ -143,13 +143,19 @@ CHOICES: dict[str, dict[str, Any]] = {
     },
     "dense": {"exponential_decay_length_penalty": (3, 1.1)},
 }
-NOT_OF_SCORES = "choices are not captured as CUDA graphs: a logits processor may look at the text, or wait for the device"
+NOT_OF_SCORES = (
+    "choices are not captured as CUDA graphs: "
+    "a logits processor may look at the text, or wait for the device"
+)
 
 
 @pytest.mark.parametrize("options", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize("family", ["pegasus", "gpt2"])
 def test_choices(family: str, options: dict[str, Any], graphs: Graphs) -> None:
-    """Beam search whose choices are captured: the same hypotheses, although it is over a step before it ends."""
+    """Beam search with captured selection finds the same hypotheses.
+
+    It notices one step late that the search has ended.
+    """
     model = _build(family)
     kwargs = zoo.batch(model, 9, 9) | {"num_beams": 4, "max_new_tokens": 33} | options
     if family == "pegasus" and "no_repeat_ngram_size" in options:
@@ -163,14 +169,14 @@ def test_choices(family: str, options: dict[str, Any], graphs: Graphs) -> None:
     assert (NOT_OF_SCORES in call.plan.left_off) == (options is CHOICES["dense"])
     if options is CHOICES["dense"]:
         assert graphs.captured["_choose"] == 0
-    elif options not in (CHOICES["all_end"], CHOICES["ends"]):  # which are over soon
+    elif options not in (CHOICES["all_end"], CHOICES["ends"]):  # these end too early
         assert graphs.replayed["_choose"] >= 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
 def test_greedy_choices(family: str, graphs: Graphs) -> None:
-    """Greedy search whose choices are captured: the same tokens, though it runs a step too far."""
+    """Greedy search with captured selection returns the same tokens, despite an extra step."""
     model = _build(family)
     batch = zoo.batch(model, 5, 9, "none" if family == "gemma2" else "natural")
     kwargs = batch | {"max_new_tokens": 24, "no_repeat_ngram_size": 3, "pad_token_id": 2}
@@ -253,7 +259,7 @@ DRAWN: dict[str, dict[str, Any]] = {
         "temperature": 2.0,
     },
     "no_end": {"eos_token_id": None, "pad_token_id": 2},
-    "eta": {"eta_cutoff": 3e-4},  # it validates what it reads
+    "eta": {"eta_cutoff": 3e-4},  # this processor reads values as it validates them
 }
 
 
@@ -262,7 +268,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", ["pegasus", "gpt2"])
 @pytest.mark.slow
 def test_drawn_choices(family: str, beams: int, options: dict[str, Any], graphs: Graphs) -> None:
-    """Sampling and beam sampling whose choices are captured: the same random numbers are drawn, and none beyond."""
+    """Sampling with captured selection draws the same random numbers, and no more of them."""
     model = _build(family)
     kwargs = (
         zoo.batch(model, 9, 9)
@@ -284,7 +290,7 @@ def test_drawn_choices(family: str, beams: int, options: dict[str, Any], graphs:
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("new_tokens", [12, 60], ids=["cut", "ended"])
 def test_a_draw_too_many_is_put_back(new_tokens: int, beams: int, graphs: Graphs) -> None:
-    """Calls that follow each other go on where the one before has left the generator, whether texts end or are cut."""
+    """Calls leave the generator as unpatched transformers does, whether texts end or are cut."""
     model = _build("gpt2")
     ends = {
         "eos_token_id": list(range(2, zoo.VOCABULARY, 4 if beams > 1 else 8)),
@@ -311,7 +317,7 @@ def test_a_draw_too_many_is_put_back(new_tokens: int, beams: int, graphs: Graphs
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_nothing_to_draw_from(beams: int, graphs: Graphs) -> None:
-    """Captured or not, NaN raises, a step late; in the step that ran too far it does not."""
+    """NaN raises with captures too, one step late, but not in the extra step."""
     model = _build("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[7] = torch.nan
@@ -350,7 +356,7 @@ def test_a_graph_that_draws_otherwise(
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_keys_and_values_are_those_of_the_last_step(beams: int, graphs: Graphs) -> None:
-    """What is returned holds no step that ran too far."""
+    """The returned cache does not hold the extra step."""
     model = _build("gpt2")
     ends = {"eos_token_id": list(range(2, zoo.VOCABULARY, 6)), "pad_token_id": 2}
     kwargs = zoo.batch(model, 4, 9) | ends | {"num_beams": beams, "max_new_tokens": 33}
@@ -405,7 +411,7 @@ def test_choices_that_are_not_captured(
 def test_choices_that_cannot_be_captured(
     beams: int, sample: bool, allowed: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the step in which a capture fails, with rows gone or not, choices are made one operation at a time."""
+    """Once a capture fails, selection runs as single operations, whether or not rows have left."""
     capture, tried = graph.capture, Counter[str]()
 
     def refusing(function: Any, *others: Any) -> Any:
@@ -431,7 +437,7 @@ def test_choices_that_cannot_be_captured(
 
 
 def test_scores_alone_are_those_of_their_steps(graphs: Graphs) -> None:
-    """A replayed step overwrites its logits: what is kept is a copy."""
+    """A replayed step overwrites its logits, so the returned ones are copies."""
     model = _build("gpt2")
     kwargs = zoo.batch(model, 3, 9) | {
         "max_new_tokens": 20,
@@ -444,7 +450,7 @@ def test_scores_alone_are_those_of_their_steps(graphs: Graphs) -> None:
 
 
 class _Allocations(TorchDispatchMode):
-    """The operators that have made a tensor of new memory, but for those of a replay."""
+    """A mode that counts operators that allocate tensors, except during a replay."""
 
     def __init__(self, graphs: Graphs) -> None:
         super().__init__()
@@ -471,7 +477,7 @@ class _Allocations(TorchDispatchMode):
 def test_a_replayed_step_takes_no_memory(
     monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None], graphs: Graphs
 ) -> None:
-    """From choice to choice, all there is to run lies in memory that is there."""
+    """Between two selections, everything runs in existing memory."""
     setting("FASTGEN_OPS", "triton")
     made: list[Counter[str]] = []
     advance = CapturedBeamSearch.advance
@@ -497,15 +503,14 @@ def test_a_replayed_step_takes_no_memory(
     model.generate(**kwargs, no_repeat_ngram_size=3)
     assert len(made) == 12
     assert made[0]
-    of_a_criterion = Counter(
-        {"aten.full.default": 1}
-    )  # which answers with a tensor, on the CPU always
+    # A stopping criterion returns a tensor, which is always on the CPU.
+    of_a_criterion = Counter({"aten.full.default": 1})
     assert all(counted <= of_a_criterion for counted in made[8:-1]), made[8:-1]
 
 
 @pytest.mark.slow
 def test_kernels_of_a_choice(setting: Callable[[str, str], None], graphs: Graphs) -> None:
-    """Two launches move all tables: those of tokens, of rows, and of what each beam sees."""
+    """Two launches move all tables: tokens, rows, and the ancestry of beams."""
     setting("FASTGEN_OPS", "triton")
     model = _build("bart", torch.float32)
     kwargs = zoo.batch(model, 1, 7) | {
@@ -530,7 +535,7 @@ def test_few_steps_are_not_worth_it(graphs: Graphs) -> None:
 
 
 def test_what_cannot_be_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call goes on step by step, and says so."""
+    """The call continues step by step and reports the reason."""
 
     def capture(*_: Any) -> Any:
         raise graph.NotCaptured("operation not permitted")
@@ -547,7 +552,7 @@ def test_what_cannot_be_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_value_that_is_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recorder refuses what a graph does: a step whose Python looks at what the device has computed."""
+    """The recorder rejects what a graph rejects: a step in which Python reads a computed value."""
     rotated = step.rotated
 
     def asking(x: torch.Tensor, rotation: Rotation) -> Any:

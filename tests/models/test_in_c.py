@@ -1,4 +1,4 @@
-"""All sublayers of a decode step in one call in C: the same as operation by operation, and as transformers' own."""
+"""All sublayers of a decode step in one C call: equal to single operations and to transformers."""
 
 import contextlib
 import ctypes
@@ -22,7 +22,7 @@ from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import step as c
 from fastgen.patches.transformers.generate.report import last_call
-from tests.ops.test_native import variant
+from tests.ops.test_native import variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -33,9 +33,12 @@ _TOKENS = {
     "vocab_size": zoo.VOCABULARY,
 }
 OWN: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, **_TOKENS)),
+    "gpt2": lambda: tf.GPT2LMHeadModel(
+        tf.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, **_TOKENS),
+    ),
     "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2, word_embed_proj_dim=32,
+        tf.OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=2,
+        word_embed_proj_dim=32,
                      init_std=0.3, **_TOKENS)
     ),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**zoo._DECODER, sliding_window=64)),
@@ -44,12 +47,25 @@ OWN: dict[str, Callable[[], Any]] = {
     ),
 }  # fmt: skip
 NOT_WRITTEN = {
-    "bloom", "codegen", "falcon", "gpt_neox",  # queries, keys and values of a head side by side, or in another order
-    "gemma2", "gemma3_text", "granite", "olmo2",  # norms, or a number, of a sublayer's output before the sum
-    "cohere",  # LayerNorms of each head, which are modules of its own
-    "unilm",  # a mask token behind each newest one
-    "gpt_neo", "mpt", "xglm",  # here with heads of 8 dimensions
-}  # fmt: skip
+    # QKV weights that are interleaved by head or in another order.
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt_neox",
+    # A norm or a multiplier of a sublayer's output before the residual sum.
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "olmo2",
+    # LayerNorms of each head, in the family's own modules.
+    "cohere",
+    # A mask token after each newest one.
+    "unilm",
+    # Heads of 8 dimensions in the zoo.
+    "gpt_neo",
+    "mpt",
+    "xglm",
+}
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 4, "eos_token_id": [2, 7, 9, 30], "no_repeat_ngram_size": 2},
@@ -59,7 +75,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Heads of 16 dimensions, as attention in C wants them at least; weights are packed when they are first used."""
+    """Widen heads to 16 dimensions, the least for attention in C; pack weights at first use."""
     for sizes, values in (
         (zoo._ENCODER_DECODER, {"d_model": 32, "decoder_ffn_dim": 72, "init_std": 0.5}),
         (zoo._T5, {"d_kv": 16}),
@@ -85,7 +101,7 @@ def _steps() -> int:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", sorted(set(LAYOUTS) & set(zoo.FAMILIES | zoo.MORE)))
-def test_family(variant: str, family: str, method: str) -> None:
+def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
     model = zoo.build(family, torch.float32)
     for padding in ("none", "natural"):
         kwargs = zoo.batch(model, 4, 9, padding) | METHODS[method] | {"max_new_tokens": 14}
@@ -100,8 +116,8 @@ def test_family(variant: str, family: str, method: str) -> None:
 @pytest.mark.parametrize(
     "family", ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt"]
 )
-def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every step, as operation by operation, whatever the threads share."""
+def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The logits of every step equal those of single operations, for any number of threads."""
     model = zoo.build(family, torch.float32)
     options = {
         "output_logits": True,
@@ -126,8 +142,8 @@ def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.Mon
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
 
 
-def test_many_beams_and_heads_for_each_key(variant: str) -> None:
-    """Where a key is read by more rows than C has room for, the step is made operation by operation."""
+def test_many_beams_and_heads_for_each_key(variant: str) -> None:  # noqa: F811
+    """If more rows read a key than C supports, the step runs as single operations."""
     model = zoo.build("llama", torch.float32)
     for beams, written in ((64, True), (65, False)):
         calls.clear()
@@ -136,8 +152,8 @@ def test_many_beams_and_heads_for_each_key(variant: str) -> None:
         assert (_steps() > 0) == written, beams
 
 
-def test_weights_may_change_between_steps(variant: str) -> None:
-    """In place, or exchanged, by a logits processor."""
+def test_weights_may_change_between_steps(variant: str) -> None:  # noqa: F811
+    """A logits processor may modify weights in place or replace them."""
 
     class Changing(LogitsProcessor):
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -175,7 +191,8 @@ def test_weights_may_change_between_steps(variant: str) -> None:
 
 
 def test_memory_that_is_not_there_is_asked_for_seldom(
-    variant: str, monkeypatch: pytest.MonkeyPatch
+    variant: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, asked = zoo.build("marian", torch.float32), list[Tensor]()
     monkeypatch.setattr(
@@ -189,9 +206,10 @@ def test_memory_that_is_not_there_is_asked_for_seldom(
 
 
 def test_attention_to_a_long_text_is_shared_among_threads(
-    variant: str, monkeypatch: pytest.MonkeyPatch
+    variant: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the products alone would be too little work for two."""
+    """Attention is shared among threads even where the products alone are too small for two."""
     model, seen, run = zoo.build("llama", torch.float32), list[int](), c.run
     monkeypatch.setattr(
         c, "run", lambda by, threads, step: (seen.append(threads), run(by, threads, step))[1]
@@ -202,7 +220,7 @@ def test_attention_to_a_long_text_is_shared_among_threads(
     assert seen[-1] == torch.get_num_threads()
 
 
-def test_calls_at_the_same_time(variant: str) -> None:
+def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811
     model = zoo.build("marian", torch.float32)
     inputs = [
         zoo.batch(model, 3, 6 + i, seed=i) | {"num_beams": 3, "max_new_tokens": 15}
@@ -224,8 +242,8 @@ def test_calls_at_the_same_time(variant: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
-def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sentences of several calls in one step; steps are made one by one here."""
+def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """One step runs sentences of several calls; steps run one by one here."""
     monkeypatch.setattr(loop, "NATIVE", ())
     model = zoo.build(family, torch.float32)
     generator = torch.Generator().manual_seed(0)
@@ -243,8 +261,8 @@ def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> None:
-    """Where somebody counts operations, where C is switched off, and of weights that may not be packed."""
+def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> None:  # noqa: F811
+    """C is bypassed under operator counting, when switched off, and for unpackable weights."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
     wanted = model.generate(**kwargs)
@@ -260,13 +278,15 @@ def test_left_to_torch(variant: str, setting: Callable[[str, str], None]) -> Non
     assert _steps() > 0
 
 
-@pytest.mark.parametrize(
-    ("sublayers", "most"), [(6, 6), (4, 7)]
-)  # of the decoder, and of the encoder
+# Sublayers of the decoder and of the encoder.
+@pytest.mark.parametrize(("sublayers", "most"), [(6, 6), (4, 7)])
 def test_without_memory(
-    variant: str, sublayers: int, most: int, monkeypatch: pytest.MonkeyPatch
+    variant: str,  # noqa: F811
+    sublayers: int,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The batch is split, and the result is the same; steps are made one by one here."""
+    """The batch is split, and the result is the same; steps run one by one here."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}
     monkeypatch.setattr(loop, "NATIVE", ())
@@ -286,22 +306,22 @@ def test_without_memory(
     assert refused[0] == {6: 12, 4: 28}[sublayers]
 
 
-def test_structures(variant: str) -> None:
-    """As large for Python as for C."""
+def test_structures(variant: str) -> None:  # noqa: F811
+    """Python's structures have the same size as those in C."""
     library = ctypes.CDLL(str(native.LIBRARIES / f"{variant}.so"))
     library.step_size.restype = ctypes.c_int64
     assert library.step_size() == c.SIZE
 
 
 FAIRSEQ = {
-    "transformer": {}, "prenorm": {"no_repeat_ngram_size": 2}, "bart": {"min_len": 3}, "lm": {}, "scaled": {},
-    "lm_learned": {},
+    "transformer": {}, "prenorm": {"no_repeat_ngram_size": 2}, "bart": {"min_len": 3}, "lm": {},
+    "scaled": {}, "lm_learned": {},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAIRSEQ)
-def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores, attention over the source and all else; the attention of the last layer comes from C, too."""
+def test_fairseq(variant: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Results equal fairseq's; C also returns the attention of the last layer."""
     pytest.importorskip("fairseq")
     from tests.support import fairseq_zoo
 

@@ -1,4 +1,4 @@
-"""Decode steps of a model's own modules, captured once and replayed: the same as transformers' own."""
+"""Decode steps of a model's own modules, captured once and replayed: equal to transformers'."""
 
 import functools
 from collections import Counter
@@ -59,8 +59,8 @@ def _call(model: Any, beams: int = 1, tokens: int = 24, sentences: int = 3) -> d
 
 
 CAPTURED = [
-    "bart", "blenderbot", "marian", "pegasus", "t5", "umt5", "gpt2", "opt", "llama", "mistral", "gemma2", "gemma3_text",
-    "gpt_neox", "phi", "phi3", "qwen3",
+    "bart", "blenderbot", "marian", "pegasus", "t5", "umt5", "gpt2", "opt", "llama", "mistral",
+    "gemma2", "gemma3_text", "gpt_neox", "phi", "phi3", "qwen3",
 ]  # fmt: skip
 
 
@@ -68,7 +68,10 @@ CAPTURED = [
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", CAPTURED)
 def test_family(family: str, beams: int, graphs: Graphs) -> None:
-    """With scores and logits that are kept; the windows of some are shorter than the text, where beams share it."""
+    """Scores and logits are returned.
+
+    For some families the text outgrows the attention window while beams share its prefix.
+    """
     model = _build(family) if beams == 1 else zoo.build(family)
     for padding in ("none",) if family == "gemma2" else ("none", "natural"):
         kwargs = (
@@ -86,7 +89,7 @@ def test_family(family: str, beams: int, graphs: Graphs) -> None:
 @pytest.mark.usefixtures("by_own_modules")
 @pytest.mark.parametrize("beams", [1, 3])
 def test_speech(beams: int, graphs: Graphs) -> None:
-    """A model that prepares its inputs in a way of its own, and has no mask of its source."""
+    """Test a model that prepares its own inputs and has no source mask."""
     model = zoo.build("whisper")
     features = torch.randn(
         2, zoo.MELS, zoo.FRAMES, generator=torch.Generator().manual_seed(0), dtype=torch.float64
@@ -108,7 +111,10 @@ def test_speech(beams: int, graphs: Graphs) -> None:
 def test_a_text_that_outgrows_its_memory(
     family: str, beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few steps are made both ways: many of a model that is new, and one of each capture of one that is known."""
+    """Few steps are computed both ways.
+
+    A new model needs many of them, a known one needs one per capture.
+    """
     model, own = _build(family), Counter[str]()
     kwargs = zoo.batch(model, 2, 5) | {
         "num_beams": beams,
@@ -128,12 +134,10 @@ def test_a_text_that_outgrows_its_memory(
             counts.clear()
         assert _same(model, kwargs).plan.graphs
         captures = graphs.captured["_run_modules"]
-        assert captures == (
-            1 if known and beams == 1 else 2
-        )  # where there is memory of the call before
-        assert (
-            graphs.replayed["_run_modules"] == 109 - 1 - captures
-        )  # but for the first step, and before a capture
+        # A known model reuses the buffers of the previous call.
+        assert captures == (1 if known and beams == 1 else 2)
+        # Except the first step, and the steps before a capture.
+        assert graphs.replayed["_run_modules"] == 109 - 1 - captures
         both = captures if known else 2 * SURE + len((4, 8, 16, 32)) + len((4, 8, 16, 32))
         assert own["steps"] == 1 + both
 
@@ -173,7 +177,7 @@ def test_kernels(
 
 
 class _Adapted(nn.Module):
-    """A linear layer and a product of two thin ones, as of LoRA."""
+    """A linear layer plus a low-rank product, as in LoRA."""
 
     def __init__(self, base: nn.Module, rank: int = 2) -> None:
         super().__init__()
@@ -190,7 +194,7 @@ class _Adapted(nn.Module):
 
 
 def _adapt(model: Any, kind: Callable[[nn.Module], nn.Module] = _Adapted) -> Any:
-    """Put a module in the place of a linear layer of every decoder layer; return the model."""
+    """Replace a linear layer of every decoder layer by a module; return the model."""
     for layer in (model.get_decoder() if model.config.is_encoder_decoder else model.model).layers:
         layer.self_attn.v_proj = kind(layer.self_attn.v_proj)
     return model.eval()
@@ -221,7 +225,7 @@ def test_adapters_of_peft(beams: int, graphs: Graphs) -> None:
 def test_a_model_that_is_not_what_its_family_is(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights make something else, so that modules make the steps: those are captured."""
+    """If the weights compute something else, modules run the steps, and those are captured."""
     monkeypatch.setattr(equivalence_check, "agree", lambda *_: False)
     model = _build("llama")
     for _ in range(2):
@@ -232,7 +236,7 @@ def test_a_model_that_is_not_what_its_family_is(
 
 
 def _left(model: Any, graphs: Graphs, reason: str, beams: int = 1, **more: Any) -> None:
-    """Assert that a model's steps are the same and not captured, which is counted, with a reason."""
+    """Assert that steps are unchanged and not captured, and that the reason is counted."""
     for _ in range(2):
         before = left_off()
         call = _same(model, _call(model, beams) | more)
@@ -329,7 +333,7 @@ def _dynamic() -> Any:
     "build", [functools.partial(_build, "m2m_100"), _dynamic], ids=["table", "rotation"]
 )
 def test_a_length_that_python_looks_at(build: Callable[[], Any], graphs: Graphs) -> None:
-    """It is on the device: to see whether a table of positions has to grow, or a rotation to change."""
+    """Python reads a length on the device, to grow a position table or change a rotation."""
     torch.manual_seed(0)
     model = build().double().eval()
     _left(
@@ -341,7 +345,7 @@ def test_a_length_that_python_looks_at(build: Callable[[], Any], graphs: Graphs)
 
 
 class _Scaled(nn.Module):
-    """A linear layer whose output is scaled by a number; what it is in a step, `number` says."""
+    """A linear layer whose output is scaled by `number`, which may change from step to step."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -360,7 +364,7 @@ class _OfDevice(_Scaled):
 
 
 class _Counting(_Scaled):
-    """By how many tokens it has seen, which it counts itself."""
+    """Scale by the number of tokens seen, which the module counts itself."""
 
     seen = 0
 
@@ -370,7 +374,7 @@ class _Counting(_Scaled):
 
 
 class _Length(LogitsProcessor):
-    """Notes the length of the text on the host, at every step."""
+    """Record the text length on the host at every step."""
 
     now = 0
 
@@ -380,7 +384,7 @@ class _Length(LogitsProcessor):
 
 
 class _Baked(_Scaled):
-    """By the length of the text, as the host knows it."""
+    """Scale by the text length, as known on the host."""
 
     def number(self, x: torch.Tensor) -> float:
         return _Length.now % 7 if x.shape[1] == 1 else 0
@@ -394,7 +398,7 @@ def test_a_value_that_is_asked_for(beams: int, graphs: Graphs) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_modules_that_count(beams: int, graphs: Graphs) -> None:
-    """No step counts twice, although one is tried."""
+    """No step is counted twice, even though one of them is a trial."""
     reason = (
         "its forward does not run over memory that stays in place: it changes what its modules hold"
     )
@@ -403,7 +407,7 @@ def test_modules_that_count(beams: int, graphs: Graphs) -> None:
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_number_that_a_capture_would_fix(beams: int, graphs: Graphs) -> None:
-    """It is right when it is captured, and found to be wrong at the next length."""
+    """The number is right when captured, and found to be wrong at the next length."""
     model = _adapt(_build("bart"), _Baked)
     _left(model, graphs, OTHERWISE, beams, logits_processor=[_Length()])
     assert graphs.replayed["_run_modules"] == SURE - 1
@@ -413,7 +417,7 @@ def test_a_number_that_a_capture_would_fix(beams: int, graphs: Graphs) -> None:
 def test_a_number_that_a_model_known_to_be_good_has_begun_to_fix(
     beams: int, graphs: Graphs
 ) -> None:
-    """Of every capture, one step is compared that is not the one that was captured."""
+    """After every capture, a step other than the captured one is compared."""
     model = _adapt(_build("bart"), _Baked)
     _Length.now = 0
     assert _same(model, _call(model, beams)).plan.graphs
@@ -421,7 +425,7 @@ def test_a_number_that_a_model_known_to_be_good_has_begun_to_fix(
 
 
 class _Looking(nn.Module):
-    """Attention whose queries are scaled by the length of the text, as the cache tells it."""
+    """Attention whose queries are scaled by the text length that the cache reports."""
 
     def __init__(self, attention: Any, ask: Callable[[Any], float]) -> None:
         super().__init__()
@@ -475,7 +479,7 @@ def test_logits_that_cannot_be_compared(graphs: Graphs) -> None:
 def test_a_capture_that_fails_late(
     beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From that step on, with sentences gone, steps are made one by one."""
+    """From the failed capture on, steps run one by one, although sentences have left."""
     capture, model = graph.capture, _build("gpt2")
     kwargs = (
         zoo.batch(model, 24, 9)

@@ -1,7 +1,7 @@
-"""Whole calls on a device that is pretended: what they choose, capture and launch there, and that it is right.
+"""Whole calls on a pretended device: what they choose, capture and launch, and their results.
 
-The models of the counts have the shapes that decide about launches, heads and layers, and few tokens; nothing is
-computed. Views and memory that is set aside are no launches.
+The models for counting launches have realistic numbers of heads and layers, but small vocabularies,
+and compute nothing. Views and allocations do not count as launches.
 """
 
 import functools
@@ -38,7 +38,7 @@ def _on_device(inputs: dict[str, Any]) -> dict[str, Any]:
 def test_tokens(
     family: str, method: str, monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]
 ) -> None:
-    """Captured, replayed, captured no more in the second call, and what transformers finds on the CPU."""
+    """Steps are captured, replayed and not captured again, with the same tokens as on the CPU."""
     setting("FASTGEN_OPS", "reference")
     model = zoo.build(family, torch.float32)
     inputs = zoo.batch(model, 3, 9) | METHODS[method] | {"max_new_tokens": 24, "min_new_tokens": 24}
@@ -60,16 +60,15 @@ def test_tokens(
             call.plan.left_off
         )
         assert not [text for text in call.plan.left_off if text.startswith("choices")]
-        captured.append(
-            sum(counts.total() > 1 for counts in device.captures)
-        )  # of a place the first is empty
+        # The first capture in a memory pool is empty.
+        captured.append(sum(counts.total() > 1 for counts in device.captures))
         device.captures.clear()
     assert captured == [2, 1], "a step and a choice, then a choice"
     fastgen.release()
 
 
 def test_kernels(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]) -> None:
-    """By Triton's kernels, with n-grams that are blocked."""
+    """Triton kernels run the call, with n-gram blocking."""
     setting("FASTGEN_OPS", "triton")
     model = zoo.build("bart", torch.float32)
     inputs = zoo.batch(model, 1, 4) | {
@@ -96,8 +95,8 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], 
 def _bart(layers: int = 12) -> Any:
     return tf.BartForConditionalGeneration(
         tf.BartConfig(
-            vocab_size=2000, encoder_layers=1, decoder_layers=layers, d_model=1024, encoder_ffn_dim=512,
-            decoder_ffn_dim=512,
+            vocab_size=2000, encoder_layers=1, decoder_layers=layers, d_model=1024,
+            encoder_ffn_dim=512, decoder_ffn_dim=512,
         )
     )  # fmt: skip
 
@@ -109,8 +108,8 @@ def _gpt2() -> Any:
 def _llama() -> Any:
     return tf.LlamaForCausalLM(
         tf.LlamaConfig(
-            vocab_size=2000, num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, num_key_value_heads=8,
-            intermediate_size=1024,
+            vocab_size=2000, num_hidden_layers=16, hidden_size=2048, num_attention_heads=32,
+            num_key_value_heads=8, intermediate_size=1024,
         )
     )  # fmt: skip
 
@@ -119,7 +118,7 @@ def _llama() -> Any:
 def counted(
     monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]
 ) -> Callable[..., Pretended]:
-    """Runs a call of a model in bfloat16, with nothing computed; returns the device."""
+    """Return a function that runs a bfloat16 call without computing, and returns the device."""
     setting("FASTGEN_OPS", "triton")
 
     def call(
@@ -150,7 +149,7 @@ def counted(
 
 
 def _launches(device: Pretended) -> list[int]:
-    """What is launched for a step's captures: of the step itself, and of the choice behind it."""
+    """Return the number of launches in each capture: the decode step, then the token selection."""
     counts = [sum(n for name, n in each.items() if name not in VIEWS) for each in device.captures]
     return [count for count in counts if count > 1]
 
@@ -162,16 +161,19 @@ NGRAMS = {"num_beams": 4, "no_repeat_ngram_size": 3}
 @pytest.mark.parametrize(
     ("build", "options", "layers", "of_layer", "beside", "choice"),
     [
-        (_bart, NGRAMS, 12, 12, 7, 13), (_gpt2, BEAMS, 12, 8, 7, 11), (_llama, BEAMS, 16, 12, 13, 11),
-        (_llama, {}, 16, 12, 12, 7),
+        (_bart, NGRAMS, 12, 12, 7, 13), (_gpt2, BEAMS, 12, 8, 7, 11),
+        (_llama, BEAMS, 16, 12, 13, 11), (_llama, {}, 16, 12, 12, 7),
     ],
     ids=["bart", "gpt2", "llama", "llama-greedy"],
 )  # fmt: skip
 def test_launches(
-    build: Callable[[], Any], options: dict[str, Any], layers: int, of_layer: int, beside: int, choice: int,
-    counted: Callable[..., Pretended],
+    build: Callable[[], Any], options: dict[str, Any], layers: int, of_layer: int, beside: int,
+    choice: int, counted: Callable[..., Pretended],
 ) -> None:  # fmt: skip
-    """At most so many of a layer, of the step beside its layers, and of the choice, with 132 multiprocessors."""
+    """Launches stay within a bound per layer, for the rest of the step, and for the selection.
+
+    The device has 132 multiprocessors.
+    """
     step, chosen = _launches(counted(build, **options))
     assert step <= layers * of_layer + beside
     assert chosen <= choice
@@ -187,11 +189,11 @@ SHAPES = [
     (2, 64, 16),
     (5, 24, 77),
 ]
-"""Of the calls of a service: sentences, new tokens, tokens of the source."""
+"""Shapes of a service's calls: sentences, new tokens, source tokens."""
 
 
 def test_specialisations(counted: Callable[..., Pretended]) -> None:
-    """What is compiled for the first call serves nearly all that come later, whatever their shapes."""
+    """Kernels compiled for the first call serve nearly all later ones, whatever their shapes."""
     known: set[Any] = set()
     new: list[int] = []
     for batch, tokens, source in SHAPES:

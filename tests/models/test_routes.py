@@ -1,6 +1,7 @@
-"""The routes that bring `ops` into a live model: never a stale copy of a weight, nothing left behind.
+"""Routes that bring `ops` into a live model, and the memory that they reuse.
 
-And the memory that they use again: never while somebody holds it.
+A route never uses a stale copy of a weight and leaves nothing behind. Memory is not reused while it
+is in use.
 """
 
 import copy
@@ -43,7 +44,7 @@ def _randn(*shape: int, seed: int) -> Tensor:
 
 
 class Net(nn.Module):
-    """Two linear layers that are worth packing, one too small, one Conv1D, and a tied one."""
+    """Two linear layers worth packing, one that is too small, a Conv1D, and a tied one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class Net(nn.Module):
 
 @pytest.fixture(params=["native", "onednn", "mkl"])
 def net(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Net]:
-    """With weights packed by each library."""
+    """Yield a net whose weights each library packs in turn."""
     if request.param != "native":
         request.getfixturevalue("by_torch_alone")
     elif native.library() is None:
@@ -80,7 +81,7 @@ X = _randn(16, 320, seed=9)
 
 
 def _run(net: nn.Module, times: int = 3) -> Tensor:
-    """The output of the last of several calls: from the third on a weight is packed."""
+    """Return the output of the last of several calls; weights are packed from the third call on."""
     with torch.no_grad():
         for _ in range(times):
             found = net(X)
@@ -94,7 +95,7 @@ def _routed_run(net: nn.Module, times: int = 3) -> Tensor:
 
 
 def _check_routes(net: nn.Module) -> None:
-    """The routed model computes what the model at rest computes with the weights it has now."""
+    """Assert that the routed model computes what the model computes with its current weights."""
     torch.testing.assert_close(_routed_run(net), _run(net, 1), atol=1e-3, rtol=1e-4)
     assert not _routed(net)
 
@@ -110,9 +111,8 @@ def test_routes(net: Net) -> None:
         assert count == 4
         assert _routed(net) == ["first", "small", "conv", "last"]
         _run(net)
-        assert packed_weights.packed_bytes() == 4 * (
-            320 * 640 + 320 * 640
-        )  # the tied weight once, the small one not at all
+        # The tied weight is packed once, the small one not at all.
+        assert packed_weights.packed_bytes() == 4 * (320 * 640 + 320 * 640)
     assert {name: dict(module.__dict__) for name, module in net.named_modules()} == at_rest
     _check_routes(net)
     packed_weights.release()
@@ -178,7 +178,7 @@ _CHANGES = [
 @needs_onednn
 @pytest.mark.parametrize("change", _CHANGES, ids=lambda change: change.__name__)
 def test_routes_after_a_change(net: Net, change: Callable[[Net], None]) -> None:
-    """Between two calls."""
+    """Weights change between two calls."""
     _check_routes(net)
     before = _run(net)
     change(net)
@@ -191,7 +191,7 @@ def test_routes_after_a_change(net: Net, change: Callable[[Net], None]) -> None:
     "change", [c for c in _CHANGES if c is not _data], ids=lambda change: change.__name__
 )
 def test_routes_during_a_change(net: Net, change: Callable[[Net], None]) -> None:
-    """Within a call, which sees all but writes through `.data`."""
+    """Weights change within a call, which sees all changes except writes through `.data`."""
     with routes.routed(net):
         _run(net)
         change(net)
@@ -202,7 +202,7 @@ def test_routes_during_a_change(net: Net, change: Callable[[Net], None]) -> None
 @needs_onednn
 @pytest.mark.parametrize("where", ["first", "last", "middle row"])
 def test_routes_after_one_row_changed(net: Net, where: str) -> None:
-    """One row written through `.data`, as when one token's output weights are edited."""
+    """Write one row through `.data`, as when the output weights of one token are edited."""
     _check_routes(net)
     net.first.weight.data[{"first": 0, "last": -1, "middle row": 301}[where]] += 2.0
     _check_routes(net)
@@ -210,7 +210,10 @@ def test_routes_after_one_row_changed(net: Net, where: str) -> None:
 
 @needs_onednn
 def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not float32 on a CPU, hooked, overridden, quantised or of another class, and what FASTGEN_LINEAR says."""
+    """Skip layers that are not fp32 on a CPU, hooked, overridden, quantised or of another class.
+
+    FASTGEN_LINEAR=off skips all layers.
+    """
 
     class Other(nn.Linear):
         pass
@@ -221,10 +224,9 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     net.last.register_forward_pre_hook(lambda *_: None)
     net.half = nn.Linear(320, 640).half()
     own = net.small.__dict__["forward"]
+    # The forward of `small` is its class's own, as in copies of a model.
     with routes.routed(net) as count:
-        assert (
-            count == 2
-        )  # the forward of `small` is its class's own, as copies of a model carry it
+        assert count == 2
         assert _routed(net) == ["first", "small"]
     assert _routed(net) == ["small"]
     assert net.small.__dict__["forward"] == own
@@ -250,7 +252,7 @@ def test_routes_by_setting(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_onednn
 def test_routes_with_gradients_and_autocast(net: Net) -> None:
-    """Training within a call uses torch's own product, which knows how to go back."""
+    """Training within a call uses torch's own product, which has a backward."""
     with routes.routed(net):
         net(X).sum().backward()
         gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
@@ -267,7 +269,7 @@ def test_routes_with_gradients_and_autocast(net: Net) -> None:
 @needs_onednn
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_routes_with_a_bias_of_another_dtype(net: Net, dtype: torch.dtype) -> None:
-    """Refused as torch's own product refuses it, not read as if it were float32."""
+    """The bias is rejected as by torch's own product, rather than read as fp32."""
     net.first.bias = nn.Parameter(net.first.bias.to(dtype))
     for run in (_run, _routed_run):
         with pytest.raises(RuntimeError):
@@ -283,7 +285,7 @@ def test_routes_of_no_rows(net: Net) -> None:
 
 @needs_onednn
 def test_routes_of_few_rows(net: Net) -> None:
-    """Layers that gain from more rows alone are not touched, with oneDNN or MKL."""
+    """With oneDNN or MKL, layers that need more rows to gain are left alone."""
     counts = {
         "native": (
             (1, 3),
@@ -291,7 +293,7 @@ def test_routes_of_few_rows(net: Net) -> None:
             (31, 3),
             (32, 4),
             (None, 4),
-        ),  # all that have enough outputs; the others by oneDNN
+        ),  # all layers with enough outputs; the others run by oneDNN
         "onednn": ((1, 0), (2, 3), (31, 3), (32, 4), (None, 4)),
         "mkl": ((10, 0), (11, 2), (16, 3), (10**6, 3), (None, 4)),
     }
@@ -304,7 +306,10 @@ def test_routes_of_few_rows(net: Net) -> None:
 
 @needs_onednn
 def test_a_weight_is_packed_once(net: Net) -> None:
-    """For whatever numbers of rows and activation functions come; for those that another library is for, by torch."""
+    """A weight is packed once for all numbers of rows and activation functions.
+
+    Rows and activations that suit another library run by torch.
+    """
     if linear_ops.unusable("onednn"):
         pytest.skip("gelu is MKL's, too")
     mkl, copies = linear_ops.by_mkl(), set[int]()
@@ -327,7 +332,7 @@ def test_a_weight_is_packed_once(net: Net) -> None:
 @needs_onednn
 @pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(()), torch.ones(32, 640)])
 def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
-    """Which torch spreads over the rows."""
+    """torch broadcasts the bias over the rows."""
     net.first.bias = nn.Parameter(bias)
     x = _randn(32, 320, seed=0)
     with torch.no_grad(), routes.routed(net):
@@ -338,7 +343,7 @@ def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
 @needs_onednn
 @pytest.mark.parametrize("inputs", [300, 330, 1])
 def test_routes_of_inputs_that_do_not_fit(net: Net, inputs: int) -> None:
-    """The layer's own error, before anything is read."""
+    """The layer raises its own error before anything is read."""
     with torch.no_grad(), routes.routed(net):
         for _ in range(packed_weights.OFTEN):
             net.first(_randn(400, 320, seed=0))
@@ -385,8 +390,9 @@ def test_rows_of_a_call() -> None:
     )
     unknown: list[dict[str, Any]] = [
         {"inputs_embeds": torch.zeros(3, 7, 4)}, {"input_features": torch.zeros(3, 7)}, {},
-        {"input_ids": ids, "assistant_model": model}, {"input_ids": ids, "prompt_lookup_num_tokens": 3},
-        {"input_ids": ids, CACHE: ()}, {"attention_mask": mask, "encoder_outputs": ()},
+        {"input_ids": ids, "assistant_model": model},
+        {"input_ids": ids, "prompt_lookup_num_tokens": 3}, {"input_ids": ids, CACHE: ()},
+        {"attention_mask": mask, "encoder_outputs": ()},
     ]  # fmt: skip
     assert all(rows_at_most(model, (), arguments) is None for arguments in unknown)
 
@@ -411,7 +417,7 @@ def test_routes_nested(net: Net) -> None:
         with pytest.raises(ZeroDivisionError), routes.routed(net):
             raise ZeroDivisionError
         assert len(_routed(net)) == outer
-        with routes.routed(net.first) as part:  # a part of it, whose layer carries a route already
+        with routes.routed(net.first) as part:  # a submodule, whose layer has a route already
             assert part == 0
         torch.testing.assert_close(_run(net), wanted, atol=1e-3, rtol=1e-4)
     assert not _routed(net)
@@ -419,7 +425,7 @@ def test_routes_nested(net: Net) -> None:
 
 @needs_onednn
 def test_routes_overlapping(net: Net) -> None:
-    """Calls of one model that end in the order in which they began."""
+    """Calls of one model may end in the order in which they started."""
     first, second = ExitStack(), ExitStack()
     first.enter_context(routes.routed(net))
     second.enter_context(routes.routed(net))
@@ -464,7 +470,7 @@ def test_routes_concurrent(net: Net) -> None:
 
 @needs_onednn
 def test_a_copy_is_no_part_of_the_route(net: Net) -> None:
-    """A model copied while it generates computes with its own weights, then and later."""
+    """A model copied while it generates always computes with its own weights."""
     with routes.routed(net):
         _run(net)
         twin: Any = copy.deepcopy(net)
@@ -489,19 +495,18 @@ def test_routes_keep_no_model_alive(net: Net) -> None:
     assert packed_weights.packed_bytes() == 0
 
 
-# Activation functions
+# Activation functions.
 
 
-# phi3 splits the output of one product before the function.
+# phi3 splits the output of one product before its activation.
 @pytest.mark.parametrize("family", sorted(name for name in zoo.FAMILIES if name != "phi3"))
 def test_activations_of_every_family(family: str) -> None:
-    """Every feed-forward block of a proven family has its function in place, and computes what it computed."""
+    """Every feed-forward block of a proven family fuses its activation, with the same results."""
     model = zoo.build(family, torch.float32)
     record = FAMILIES[model.config.model_type]
     found = list(activation.pairs(model.modules(), record.activated))
-    blocks = (
-        3 if family == "unilm" else 4 if record.encoder_decoder else 2
-    )  # two layers and a head's; two on each side
+    # Two layers and a head's; two on each side.
+    blocks = 3 if family == "unilm" else 4 if record.encoder_decoder else 2
     assert len(found) == blocks
     batch = zoo.batch(model, 3, 7)
     if record.encoder_decoder:
@@ -555,7 +560,7 @@ def test_an_activation_that_somebody_watches_is_left_alone(what: str) -> None:
 
 @needs_onednn
 def test_an_activation_in_a_class_of_the_users_is_left_alone() -> None:
-    """Such a class may read the layer's output twice."""
+    """A user's class may read the layer's output twice."""
     model, block = _bart_block()
 
     class Twice(type(block)):
@@ -579,7 +584,7 @@ def test_activations_with_gradients() -> None:
     torch.testing.assert_close(found, block.fc1.weight.grad)
 
 
-# Memory
+# Memory.
 
 
 def _address(tensor: Tensor) -> int:
@@ -623,7 +628,7 @@ def test_memory_lets_go_what_serves_no_more() -> None:
 
 
 def test_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes beyond it is not kept."""
+    """Buffers beyond the limit are not kept."""
     monkeypatch.setattr(memory_module, "LIMIT", 4 * 2500)
     memory, like = Memory(), torch.zeros(1)
     tensors = [memory.take(like, 1000) for _ in range(5)]
@@ -651,7 +656,7 @@ def test_memory_of_a_model_goes_with_the_model() -> None:
     held, free = memory.take(torch.zeros(1), 50), memory.take(torch.zeros(1), 5_000)
     del free
     assert memory.free
-    memory_module.release()  # of a call that runs, too: what nobody uses
+    memory_module.release()  # releases unused buffers of running calls too
     assert memory_module.memory_of(model) is memory
     assert memory.free == 0
     assert held.shape == (50,)
@@ -662,7 +667,7 @@ def test_memory_of_a_model_goes_with_the_model() -> None:
 
 
 def test_memory_with_threads() -> None:
-    """No storage serves two at once."""
+    """No storage serves two threads at once."""
     memory, like, errors = Memory(), torch.zeros(1), []
 
     def work(number: int) -> None:
@@ -694,7 +699,7 @@ def test_large_outputs_lie_in_memory_used_again(net: Net, monkeypatch: pytest.Mo
             )
 
 
-# The bias behind the head
+# The bias after the head.
 
 BIASED = sorted(
     name
@@ -773,15 +778,26 @@ def test_a_bias_that_changes_between_calls() -> None:
     assert int(model.generate(**batch, max_new_tokens=1, num_beams=1)[0, -1]) != banned
 
 
-# Norms
+# Norms.
 
-NORMED = {"t5": 0.0, "mt5": 0.0, "umt5": 0.0, "llama": 0.0, "mistral": 0.0, "phi3": 0.0, "qwen2": 0.0, "qwen3": 0.0,
-          "gemma": 1.0, "gemma2": 1.0, "gemma3": 1.0}  # fmt: skip
+NORMED = {
+    "t5": 0.0,
+    "mt5": 0.0,
+    "umt5": 0.0,
+    "llama": 0.0,
+    "mistral": 0.0,
+    "phi3": 0.0,
+    "qwen2": 0.0,
+    "qwen3": 0.0,
+    "gemma": 1.0,
+    "gemma2": 1.0,
+    "gemma3": 1.0,
+}
 
 
 @pytest.mark.parametrize("family", [name for name in NORMED if name in zoo.FAMILIES])
 def test_norms_of_every_family(family: str) -> None:
-    """Every RMSNorm is known by what it computes, and computes the same bits."""
+    """Every RMSNorm is identified by its results, and its replacement computes the same bits."""
     model = zoo.build(family, torch.float32)
     modules = [module for module in model.modules() if type(module).__name__.endswith("Norm")]
     with torch.no_grad(), routes.routed(model):

@@ -1,4 +1,4 @@
-"""Memory and graphs that one call leaves to the next: the same outputs, and nothing is captured again."""
+"""Buffers and graphs that calls reuse: the outputs are the same, and nothing is captured again."""
 
 import gc
 import weakref
@@ -42,7 +42,7 @@ def _kwargs(
 
 
 def _steps_captured(graphs: Graphs, model: Any, kwargs: dict[str, Any]) -> int:
-    """How often a call, the same as without fastgen, captures its steps; it replays them in any case."""
+    """Return how often a call, whose output is unchanged, captures its steps; it always replays."""
     captured, replayed = graphs.captured["_body"], graphs.replayed["_body"]
     assert assert_same(model, kwargs, tolerance=1e-6).error is None
     assert graphs.replayed["_body"] - replayed >= 8
@@ -52,7 +52,7 @@ def _steps_captured(graphs: Graphs, model: Any, kwargs: dict[str, Any]) -> int:
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_next_call_captures_nothing(family: str, beams: int, graphs: Graphs) -> None:
-    """Other sentences, a few tokens longer or shorter, padded otherwise, and changed weights too."""
+    """The inputs differ in tokens, padding and, slightly, in length; the weights change too."""
     model = _build(family)
     assert _steps_captured(graphs, model, _kwargs(model, beams=beams)) == 1
     assert _steps_captured(graphs, model, _kwargs(model, beams=beams, seed=1)) == 0
@@ -66,7 +66,10 @@ def test_the_next_call_captures_nothing(family: str, beams: int, graphs: Graphs)
 def test_what_is_made_of_weights_is_made_anew(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queries, keys and values side by side, and T5's bias by distance: copies, which no weight's address tells of."""
+    """Merged QKV weights and T5's relative bias are updated.
+
+    They are copies, whose changes no weight's address shows.
+    """
     monkeypatch.setattr(linear, "MERGED", (2**20, 2**20))
     model = _build("t5")
     _steps_captured(graphs, model, _kwargs(model))
@@ -76,9 +79,8 @@ def test_what_is_made_of_weights_is_made_anew(
             for part in ("SelfAttention.q", "SelfAttention.v", "relative_attention_bias")
         ):
             parameter.data.mul_(-1.5)
-            model.generate(
-                **_kwargs(model, sentences=1)
-            )  # whose first step, after a change, is made both ways
+            # The first step after a change is computed both ways.
+            model.generate(**_kwargs(model, sentences=1))
             assert _steps_captured(graphs, model, _kwargs(model)) == 0, name
 
 
@@ -90,7 +92,7 @@ def test_weights_that_lie_elsewhere(graphs: Graphs) -> None:
     assert _steps_captured(graphs, model, _kwargs(model)) == 1
     model.get_decoder().layers[1].fc2.bias.data = torch.ones(16, dtype=torch.float64)
     assert _steps_captured(graphs, model, _kwargs(model)) == 1
-    model.config.scale_embedding = not model.config.scale_embedding  # which nobody reads any more
+    model.config.scale_embedding = not model.config.scale_embedding  # no step reads it any more
     assert _steps_captured(graphs, model, _kwargs(model)) <= 1
 
 
@@ -111,7 +113,7 @@ def test_another_shape_has_another_seat(change: dict[str, int], graphs: Graphs) 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("family", ["pegasus", "gpt2"])
 def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
-    """They go by halves, so that each number of rows is captured once for all calls."""
+    """The batch is compacted by halves, so each number of rows is captured once for all calls."""
     model = _build(family)
     ends = {
         "eos_token_id": list(range(2, zoo.VOCABULARY, 5)),
@@ -132,7 +134,7 @@ def test_sentences_that_leave(family: str, beams: int, graphs: Graphs) -> None:
 def test_fewer_sentences_take_a_part_of_a_seat(
     graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is captured for each number of them is kept, for the newest ones."""
+    """Graphs are kept for the most recent numbers of sentences."""
     model = _build("bart")
     _steps_captured(graphs, model, _kwargs(model, sentences=5))
     (of_model,) = graph_buffers._all[model.get_decoder()].values()
@@ -153,7 +155,7 @@ def test_fewer_sentences_take_a_part_of_a_seat(
 
 
 class _Nested(BaseStreamer):
-    """Makes another call in the middle of a call."""
+    """A streamer that makes another call in the middle of a call."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.call, self.steps = call, 0
@@ -168,7 +170,7 @@ class _Nested(BaseStreamer):
 
 
 def test_two_calls_at_a_time(graphs: Graphs) -> None:
-    """A seat is one call's at a time: another one gets its own, and both are there for the next two."""
+    """Concurrent calls use separate buffers; both are there for the next two calls."""
     model = _build("bart")
     kwargs, others = (_kwargs(model, sentences=1, beams=1, seed=seed) for seed in (0, 1))
     with fastgen.disabled():
@@ -186,7 +188,7 @@ def test_two_calls_at_a_time(graphs: Graphs) -> None:
 
 @pytest.mark.parametrize("by", ["weights", "release"])
 def test_a_seat_that_comes_back_too_late(by: str, graphs: Graphs) -> None:
-    """What was captured before weights were replaced, or all was released, in the middle of its call, is not kept."""
+    """Buffers are dropped if weights are replaced, or all is released, while their call runs."""
     model = _build("bart")
     kwargs = _kwargs(model, sentences=1, beams=1)
     model.generate(**kwargs)
@@ -201,7 +203,7 @@ def test_a_seat_that_comes_back_too_late(by: str, graphs: Graphs) -> None:
 
     model.generate(**kwargs, streamer=_Nested(inner))
     (of_model,) = graph_buffers._all[model.get_decoder()].values()
-    assert len(of_model.free) == (by == "weights")  # the inner call's
+    assert len(of_model.free) == (by == "weights")  # those of the inner call
     assert _steps_captured(graphs, model, kwargs) == (by == "release")
 
 
@@ -225,7 +227,10 @@ def _of_products(on: bool) -> None:
 
 @pytest.mark.parametrize("switch", [torch.use_deterministic_algorithms, _legacy, _of_products])
 def test_precision_decides_what_is_captured(switch: Callable[[bool], None], graphs: Graphs) -> None:
-    """However it is asked for: where torch has two names for it, asking by the other one may raise."""
+    """Precision settings are part of the key, by whichever of torch's two names they are set.
+
+    Reading one by its other name may raise.
+    """
     if switch is _of_products and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("this torch has one name for it")
     model = _build("bart")
@@ -240,7 +245,7 @@ def test_precision_decides_what_is_captured(switch: Callable[[bool], None], grap
 
 
 def test_inference_mode_has_seats_of_its_own(graphs: Graphs) -> None:
-    """Its tensors may not be written outside of it."""
+    """Tensors made in inference mode may not be written outside of it."""
     model = _build("bart")
     kwargs = _kwargs(model)
     expected = model.generate(**kwargs).tolist()
@@ -260,9 +265,8 @@ def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
     for sentences in (4, 5, 3, 2, 1):
         _steps_captured(graphs, model, _kwargs(model, sentences=sentences))
         assert sum(seat.nbytes for seat in of_model.free) <= 3 * size
-    assert [list(seat.grounds) for seat in of_model.free] == [
-        [4, 3, 2, 1]
-    ]  # the others were left longer ago
+    # The others were used longer ago.
+    assert [list(seat.grounds) for seat in of_model.free] == [[4, 3, 2, 1]]
     monkeypatch.setattr(graph_buffers, "KEPT", size - 1)
     assert [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)] == [1, 1]
 
@@ -272,7 +276,7 @@ def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 def test_what_no_call_has_written_is_not_read(
     family: str, beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a call's source and text a seat holds whatever was there."""
+    """Buffers hold arbitrary values beyond a call's source and text."""
     make = PooledBuffers._ground
 
     def poisoned(seat: PooledBuffers, reads: Any) -> Any:
@@ -332,7 +336,7 @@ def test_a_model_is_not_kept_alive(graphs: Graphs) -> None:
 
 
 def test_what_nobody_knows_has_memory_of_its_own(graphs: Graphs) -> None:
-    """A step in which there is a part of which nobody has said what it reads."""
+    """A step with a part of unknown inputs gets its own buffers."""
 
     @dataclass(frozen=True)
     class Other(Embedding):
@@ -346,7 +350,7 @@ def test_what_nobody_knows_has_memory_of_its_own(graphs: Graphs) -> None:
 
 
 def test_facts() -> None:
-    """They are equal for equal parts, and name what has been made."""
+    """Fingerprints are equal for equal parts, and list derived tensors."""
     table = torch.zeros(7, 4)
     part = Embedding(table, 2.0, table[1:], norm=None)
     assert facts_of(part, []) == facts_of(replace(part), [])

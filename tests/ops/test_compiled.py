@@ -1,4 +1,4 @@
-"""Every kernel compiles for the devices that it is for, and fits them, as far as that shows without one."""
+"""Every kernel compiles for its target devices and fits them, as far as can be told without one."""
 
 import json
 import re
@@ -11,13 +11,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SHARED = 99 * 1024
-"""Bytes of shared memory that a program may have on the smallest of these devices (compute capability 8.6, 8.9)."""
+"""Shared memory per program on the smallest targets (compute capability 8.6 and 8.9), in bytes."""
 
 MORE = 48
-"""Registers of a thread for reading on the device what is seen, and writing the newest keys and values."""
+"""Extra registers per thread for reading the length on the device and writing the newest KV."""
 
 SPILLED, FEW = 600, 32
-"""Bytes that a thread may spill, and one of attention; k-best's merge of 9 beams, a program a sentence, has 548."""
+"""Bytes that a thread may spill: in any kernel, and in attention.
+
+k-best's merge of 9 beams, with one program per sentence, spills 548.
+"""
 
 pytest.importorskip("triton", reason="kernels are Triton's")
 
@@ -49,7 +52,10 @@ def test_no_kernel_needs_more_than_there_is(compiled: list[dict[str, Any]]) -> N
 
 @pytest.mark.slow
 def test_captured_attention_loads_ahead_as_the_other_does(compiled: list[dict[str, Any]]) -> None:
-    """What captured steps run: the end of what is seen is read on the device, and loads are as wide and as early."""
+    """Compare attention in captured steps, which reads the length on the device, with the other.
+
+    Its loads have to be as wide and to start as early.
+    """
     found: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for each in compiled:
         if each["kernel"] == "_attention_kernel" and each["constants"]["MASKED"] == "True":

@@ -1,7 +1,7 @@
-"""Every Triton kernel against its reference: under the interpreter without a GPU, compiled with one (`gpu`).
+"""Every Triton kernel against its reference: interpreted without a GPU, compiled with one (`gpu`).
 
-A kernel's outputs are poisoned before it runs, its launches are counted, and a mutant of each kernel, the file of the
-operation with one place changed, must fail the same checks.
+A kernel's outputs are poisoned before it runs, and its launches are counted. A mutant of each
+kernel, which is the operation's file with one place changed, must fail the same checks.
 """
 
 import faulthandler
@@ -50,7 +50,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are asked for, and what they do not write is NaN, or a number that no test expects."""
+    """Request Triton kernels, and poison memory that they do not write."""
     monkeypatch.setenv("FASTGEN_OPS", "triton")
     config.reload()
     poison(monkeypatch)
@@ -71,7 +71,7 @@ def _integers(*shape: int, below: int, seed: int = 0, device: str = "cpu") -> Te
 
 
 class _Watched:
-    """Within it, tensors stay as they are, and the kernels named run, each as often as said."""
+    """A context that checks that inputs are unmodified and how often each kernel runs."""
 
     def __init__(self, *inputs: Tensor | None, **expected: int) -> None:
         self.inputs = [tensor for tensor in inputs if tensor is not None]
@@ -93,9 +93,9 @@ class _Watched:
 
 
 def _close(found: Tensor, reference: Tensor, exact: Tensor, floor: float) -> None:
-    """The error is at most twice that of the reference in the same dtype, and a little.
+    """Assert that the error is at most twice the reference's in the same dtype, plus `floor`.
 
-    Triton's interpreter cuts bfloat16 off where a device rounds it.
+    Triton's interpreter truncates bfloat16 where a device rounds it.
     """
     factor = 6 if dispatch.INTERPRETED and reference.dtype == torch.bfloat16 else 2
     assert found.shape == exact.shape
@@ -111,7 +111,7 @@ def _close(found: Tensor, reference: Tensor, exact: Tensor, floor: float) -> Non
 FLOOR = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 
-# k-best
+# k-best.
 
 
 def _check_kbest(
@@ -125,7 +125,11 @@ def _check_kbest(
 def _check_kbest_of(
     kernels: Any, logits: Tensor, scores: Tensor, k: int, group: int | None = None, **given: Any
 ) -> Any:
-    """Values are those of the reference; indices name tokens that have them, each once, ties with the lowest first."""
+    """Compare k-best with its reference.
+
+    Values have to be equal. Indices name distinct tokens with these values, and the lowest index
+    comes first in a tie.
+    """
     b, m, v = logits.shape
     updates = {name: given[name] for name in ("changes", "banned", "forced") if name in given}
     others = {name: value for name, value in given.items() if name not in updates}
@@ -177,9 +181,17 @@ def _tensors(given: dict[str, Any]) -> list[Tensor]:
 
 
 KBEST_SHAPES = [
-    (1, 1, 1, 1), (1, 1, 7, 7), (3, 5, 33, 10), (2, 3, 127, 6), (2, 3, 128, 6), (7, 1, 129, 2), (1, 4, 5_001, 8),
-    (2, 4, 4_096, 8), (2, 4, 4_097, 64), (3, 2, 9_000, 33),
-]  # fmt: skip
+    (1, 1, 1, 1),
+    (1, 1, 7, 7),
+    (3, 5, 33, 10),
+    (2, 3, 127, 6),
+    (2, 3, 128, 6),
+    (7, 1, 129, 2),
+    (1, 4, 5_001, 8),
+    (2, 4, 4_096, 8),
+    (2, 4, 4_097, 64),
+    (3, 2, 9_000, 33),
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -243,7 +255,7 @@ def test_kbest_edits(
 
 
 def _check_kbest_ties(kernels: Any, device: str, group: int) -> None:
-    """Equal values: the lowest index first, across groups, parts and beams too."""
+    """Check that equal values come with the lowest index first, across groups, parts and beams."""
     logits, scores = torch.zeros(2, 3, 9_000, device=device), torch.zeros(2, 3, device=device)
     found = _check_kbest_of(kernels, logits, scores, 8, group)
     assert found.tolist() == [list(range(8))] * 2
@@ -269,7 +281,10 @@ def test_kbest_infinite(device: str, k: int, group: int) -> None:
 
 
 def _check_kbest_without_nan(kernels: Any, device: str, group: int, **given: Any) -> None:
-    """Rows whose log-softmax is NaN, by a NaN, an infinity or nothing at all, are out of the choice."""
+    """Check that rows whose log-softmax is NaN are not selected.
+
+    It is NaN for a row with a NaN or an infinity, and for a row of -inf.
+    """
     logits, scores = _randn(3, 3, 500, device=device), _randn(3, 3, seed=1, device=device)
     logits[0, 1, 7], logits[1, 2, 7], logits[1, 1] = torch.nan, INF, -INF
     logits[2] = torch.nan
@@ -302,7 +317,7 @@ def test_kbest_strided(device: str) -> None:
 
 
 def test_kbest_falls_back_by_itself(device: str) -> None:
-    """What the kernels do not cover, the reference computes."""
+    """The reference computes what the kernels do not cover."""
     logits, scores = (
         _randn(2, 3, 50, dtype=torch.float64, device=device),
         _randn(2, 3, dtype=torch.float64, device=device),
@@ -341,7 +356,7 @@ def test_argmax(rows: int, v: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("v", [1_000, 50_264, 50_304])
 def test_argmax_of_equal_values_and_of_nan(v: int) -> None:
-    """On a CPU, where torch.argmax is slow: as it says, at every place of a group, in the last one too."""
+    """On a CPU, where torch.argmax is slow, the result is the same at every place of a group."""
     places = [0, 1, 127, 128, v // 2, v - 129, v - 128, v - 127, v - 1]
     for value in (torch.inf, torch.nan):
         logits = _randn(len(places), v)
@@ -351,7 +366,7 @@ def test_argmax_of_equal_values_and_of_nan(v: int) -> None:
     assert kbest.argmax(torch.full((9, v), -torch.inf)).tolist() == [0] * 9
 
 
-# Tokens and n-grams
+# Tokens and n-grams.
 
 
 @pytest.mark.parametrize("v", [1, 31, 32, 33, 1_000])
@@ -433,12 +448,13 @@ def test_ngrams_strided(device: str) -> None:
     assert torch.equal(scores[1::2], kept)
 
 
-# Attention of beams
+# Attention of beams.
 
 
 def _check_attention(
-    ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int, d: int, dtype: torch.dtype = torch.float32,
-    softcap: float | None = None, mask_shape: tuple[int, ...] | None = None,
+    ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int, d: int,
+    dtype: torch.dtype = torch.float32, softcap: float | None = None,
+    mask_shape: tuple[int, ...] | None = None,
 ) -> None:  # fmt: skip
     query = _randn(b, m, h, d, dtype=dtype, device=device)
     room = n + 5
@@ -500,7 +516,7 @@ def test_attention(
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("seen", [1, 64, 65, 700, 1_100])
 def test_attention_to_some_of_the_room(seen: int, masked: bool, device: str) -> None:
-    """What lies behind the keys that are seen is not read, in any part of them."""
+    """Keys beyond the visible ones are not read, wherever they start."""
     b, m, h, n = 1, 3, 2, 1_100
     query, keys, values, mask = (
         _randn(b, x, y, 8, seed=i, device=device)
@@ -527,7 +543,7 @@ def test_attention_to_some_of_the_room(seen: int, masked: bool, device: str) -> 
 
 
 def test_attention_in_parts(device: str) -> None:
-    """Few sentences: the keys are split over programs, and the last of them adds up the parts, every time."""
+    """With few sentences, keys are split over programs, and the last program adds up the parts."""
     for _ in range(2):
         _check_attention(beam_attention, device, 1, 4, 2, 2, 1_100, 64, mask_shape=(1, 1, 4, 1_100))
     assert not dispatch.counters(torch.zeros(1, device=device).device, dispatch.MOST_COUNTED).any()
@@ -536,10 +552,10 @@ def test_attention_in_parts(device: str) -> None:
 def _check_newest(
     ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int, d: int, room: int = 0
 ) -> None:
-    """Of keys and values whose last M slots, of those that are seen, are not written yet."""
+    """Check attention that writes the newest keys and values: the last M visible slots."""
     query = _randn(b, m, h, d, device=device)
     keys, values = (_randn(b, kv, n + room, d, seed=s, device=device) for s in (1, 2))
-    made = _randn(b * m, 3 * kv, d, seed=3, device=device)  # as one product has them side by side
+    made = _randn(b * m, 3 * kv, d, seed=3, device=device)  # strided, as in a merged QKV product
     newest = ops.Newest(made[:, kv : 2 * kv], made[:, 2 * kv :])
     written = [keys.clone(), values.clone()]
     cache.write_slots_(*written, newest.keys[:, :, None], newest.values[:, :, None], n - m)
@@ -548,9 +564,8 @@ def _check_newest(
     seen = torch.tensor([n], device=device) if room else None
     mask = _randn(b, 1, m, n + room, seed=4, device=device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ops, "_multiprocessors", lambda device: 132
-        )  # so that 513 keys are in parts of 128
+        # 513 keys are then split into parts of 128.
+        patch.setattr(ops, "_multiprocessors", lambda device: 132)
         found = ops.beam_attention(query, keys, values, mask, 0.3, seen=seen, newest=newest)
     for buffer, wanted in zip((keys, values), written, strict=True):
         assert torch.equal(buffer[:, :, :n], wanted[:, :, :n])
@@ -568,7 +583,7 @@ def _check_newest(
 def test_attention_writes_the_newest(
     b: int, m: int, h: int, kv: int, n: int, room: int, device: str
 ) -> None:
-    """Within a part of the keys, and where one ends between them."""
+    """The newest slots lie within one part of the keys, or cross the boundary of two."""
     _check_newest(beam_attention, device, b, m, h, kv, n, 8, room)
 
 
@@ -585,12 +600,12 @@ def test_attention_rows_that_see_nothing(device: str) -> None:
         )
 
 
-# Norms and activation functions
+# Norms and activation functions.
 
 
 def _check_norm(
-    ops: Any, device: str, rows: int, d: int, dtype: torch.dtype, rms: bool, weight: bool, bias: bool, residual: bool,
-    added: bool,
+    ops: Any, device: str, rows: int, d: int, dtype: torch.dtype, rms: bool, weight: bool,
+    bias: bool, residual: bool, added: bool,
 ) -> None:  # fmt: skip
     x = _randn(rows, 1, d, dtype=dtype, device=device) * 3 + 1
     parameters = [
@@ -657,21 +672,20 @@ def test_activation(kind: str, dtype: torch.dtype, device: str) -> None:
     _check_activation(activation, device, kind, dtype)
 
 
-# Sampling
+# Sampling.
 
 FILTERS = [
-    {}, {"top_k": 1}, {"top_k": 5}, {"top_k": 10**6}, {"top_p": 0.9}, {"top_p": 1e-9}, {"min_p": 0.2}, {"min_p": 1.0},
-    {"top_k": 20, "top_p": 0.7, "min_p": 0.01, "temperature": 0.8}, {"typical_p": 0.5}, {"typical_p": 1e-9},
-    {"top_k": 20, "min_p": 0.05, "typical_p": 0.8},
+    {}, {"top_k": 1}, {"top_k": 5}, {"top_k": 10**6}, {"top_p": 0.9}, {"top_p": 1e-9},
+    {"min_p": 0.2}, {"min_p": 1.0}, {"top_k": 20, "top_p": 0.7, "min_p": 0.01, "temperature": 0.8},
+    {"typical_p": 0.5}, {"typical_p": 1e-9}, {"top_k": 20, "min_p": 0.05, "typical_p": 0.8},
 ]  # fmt: skip
 
 
 def _check_sample(ops: Any, device: str, options: dict[str, Any], v: int = 40) -> None:
-    """Tokens come from those that the filters leave, as often as their probability says."""
+    """Check that tokens pass the filters and are as frequent as their probability says."""
     bisected = options.keys() & {"top_k", "top_p", "typical_p"}
-    draws = (
-        10 if bisected and device == "cpu" else 200
-    )  # the interpreter needs a tenth of a second for a bisection
+    # The interpreter needs a tenth of a second for a bisection.
+    draws = 10 if bisected and device == "cpu" else 200
     logits = (_randn(2, v, seed=4, device=device) * 2).repeat_interleave(draws, 0)
     with _Watched(logits, sample=1):
         tokens = ops.sample(logits, **options, generator=torch.Generator(device).manual_seed(0))
@@ -713,13 +727,13 @@ def test_typical_tokens_are_those_of_transformers(mass: float) -> None:
 
 
 def test_sample_reaches_what_equals_the_last(device: str) -> None:
-    """Four equal logits and top_k=2: all four are left."""
+    """With four equal logits and top_k=2, all four remain."""
     logits = torch.full((30, 6), -5.0, device=device)
     logits[:, :4] = 1.0
     assert set(sample.sample(logits, top_k=2).tolist()) == {0, 1, 2, 3}
 
 
-# Moves of the cache
+# KV cache moves.
 
 
 def _check_cache(ops: Any, device: str) -> None:
@@ -768,7 +782,7 @@ def test_cache(device: str) -> None:
     _check_cache(cache, device)
 
 
-# Rotary positions
+# Rotary positions.
 
 
 def _check_rotation(
@@ -776,7 +790,8 @@ def _check_rotation(
 ) -> None:
     b, m, heads, kv_heads = 2, 3, 4, 2
     made = _randn(b * m, heads + 2 * kv_heads, dims, dtype=dtype, device=device)
-    query, key, value = made.split((heads, kv_heads, kv_heads), 1)  # as they come of one product
+    # Strided, as in a merged QKV product.
+    query, key, value = made.split((heads, kv_heads, kv_heads), 1)
     for rows, angles in ((1, torch.float32), (b * m, dtype)):
         angle = _randn(rows, 1, turned, seed=1, device=device)
         turn = ops.Rotation(angle.cos().to(angles), angle.sin().to(angles), neighbours)
@@ -808,11 +823,14 @@ def test_rotation(
     _check_rotation(rotation, device, dtype, dims, turned, neighbours)
 
 
-# Tables of a beam search
+# Tables of a beam search.
 
 
 def _beam_tables(b: int, m: int, k: int, steps: int, device: str) -> list[tables.Table]:
-    """Tables of tokens, rows and ancestry, cut from larger ones, with poison in the room behind what is filled."""
+    """Return tables of tokens, rows and ancestry.
+
+    They are views of larger tensors, with poison after the filled part.
+    """
     ids = _integers(b, m + 1, steps + 9, below=99, device=device)[:, 1:, :-1]
     rows = _integers(b, m, steps + 3, below=99, seed=1, device=device).int()
     seen = _randn(b, m, (steps + 2) * m, device=device)
@@ -868,7 +886,7 @@ def test_tables(m: int, steps: int, counted: bool, device: str) -> None:
 
 
 def test_tables_of_one_sentence_and_many_beams(device: str) -> None:
-    """More candidates than twice the beams; more beams than the kernels take."""
+    """More candidates than twice the beams, and more beams than the kernels support."""
     _check_finish(tables, device, 1, 4, 36, 5, True)
     growing = _beam_tables(1, 65, 65, 2, device)
     parents = _integers(1, 65, below=65, device=device)
@@ -879,13 +897,13 @@ def test_tables_of_one_sentence_and_many_beams(device: str) -> None:
         torch.testing.assert_close(table.rows, expected, atol=0, rtol=0, equal_nan=True)
 
 
-# Choices of beam search
+# Beam search selection.
 
 
 def _check_choice(
     ops: Any, device: str, trials: int, beams: int, penalty: float, early: Any, ends: int = 2
 ) -> None:
-    """What the rules say in torch; once the search is over, nothing finishes any more."""
+    """Compare selection with the rules in torch; after the end of a search, nothing finishes."""
     for trial in range(trials):
         search, candidates, length = choice(trial, beams, penalty, early, device, ends)
         powers = search.rule._powers_of_lengths(candidates.values)
@@ -906,9 +924,8 @@ def _check_choice(
             flags[3] |= over
             assert torch.equal(state.improvable, found.flags[1])
             assert state.over.tolist() == [bool(flags[3, 0])]
-            if (
-                over
-            ):  # what has finished is as it was, and what could still finish is of no interest
+            # Finished hypotheses stay as they were, and what could still finish does not matter.
+            if over:
                 order = torch.arange(beams, device=device).expand_as(found.order)
                 flags[1], flags[2] = found.flags[1], finished.done.all(1)
                 wanted = wanted._replace(
@@ -928,7 +945,7 @@ def test_choice(beams: int, penalty: float, early: Any, device: str) -> None:
 
 
 def test_choice_of_many(device: str) -> None:
-    """More warps than one; more than the kernels take."""
+    """More than one warp, and more than the kernels support."""
     _check_choice(choices, device, 3, 30, 0.7, True, 7)
     values = torch.zeros(2, 4)
     assert choices.covered(values, choices.MOST - 4)
@@ -938,7 +955,7 @@ def test_choice_of_many(device: str) -> None:
 
 
 def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool) -> None:
-    """What `decoding.backends.captured_first_finished` does in torch, in a sentence at any stage of its search."""
+    """Compare with `CapturedFirstFinished.by_rules` in torch, for sentences at any stage."""
     for trial in range(trials):
         generator, b = torch.Generator().manual_seed(100 * trial + m), 1 + trial % 4
         scores = (torch.randn(b, k, generator=generator) * 3 - 8).sort(descending=True).values
@@ -969,7 +986,7 @@ def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool)
 
 
 class _First(captured_first_finished.CapturedFirstFinished):
-    """A search of which nothing is there but what its choices look at."""
+    """A search that has only the attributes its selection reads."""
 
     def __init__(self, beams: int, ignored: Tensor) -> None:
         self.beams, self.ignored, self.end, self.device = beams, ignored, 2, ignored.device
@@ -989,7 +1006,7 @@ def test_what_the_choice_by_the_first_finished_covers() -> None:
     assert not choices.first_covered(torch.zeros(1, choices.MOST + 1), choices.MOST)
 
 
-# What is asked for, and what is wrong
+# Dispatch and errors.
 
 
 @interpreted
@@ -1020,42 +1037,76 @@ TABLE = tables.Table(ZEROS(2, 3, 5), ZEROS(2, 3, 1), 1)
         (lambda: kbest.kbest(ZEROS(2, 3), ZEROS(2), 1), r"\(2, 3\)"),
         (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 7), "k = 7"),
         (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 0), "k = 0"),
-        (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, temperature=0.0), r"temperature = 0\.0"),
-        (lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, bias=ZEROS(4)), r"bias \(4,\) must be \(3,\)"),
         (
-            lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, kbest.LogitsUpdates(banned=ZEROS(2, 2))),
+            lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, temperature=0.0),
+            r"temperature = 0\.0",
+        ),
+        (
+            lambda: kbest.kbest(ZEROS(1, 2, 3), ZEROS(1, 2), 1, bias=ZEROS(4)),
+            r"bias \(4,\) must be \(3,\)",
+        ),
+        (
+            lambda: kbest.kbest(
+                ZEROS(1, 2, 3), ZEROS(1, 2), 1, kbest.LogitsUpdates(banned=ZEROS(2, 2))
+            ),
             r"banned \(2, 2\) must be \(2, 1\)",
         ),
         (lambda: ngram_block.ngram_block_(ZEROS(2, 3), ZEROS(2, 4), 0), "n = 0"),
-        (lambda: ngram_block.ngram_block_(ZEROS(2, 3), ZEROS(2, 4), 2, ZEROS(3, 4)), r"source \(3, 4\)"),
-        (lambda: ngram_block.ngram_mask_(ZEROS(2, 3), ZEROS(2, 4), 2, 300), "not that of 300 tokens"),
+        (
+            lambda: ngram_block.ngram_block_(ZEROS(2, 3), ZEROS(2, 4), 2, ZEROS(3, 4)),
+            r"source \(3, 4\)",
+        ),
+        (
+            lambda: ngram_block.ngram_mask_(ZEROS(2, 3), ZEROS(2, 4), 2, 300),
+            "not that of 300 tokens",
+        ),
         (lambda: token_mask.add_tokens_(ZEROS(2, 3), ZEROS(2, 4), 300), "not that of 300 tokens"),
         (lambda: token_mask.add_tokens_(ZEROS(2, 3), ZEROS(3, 4), 96), r"tokens \(3, 4\)"),
         (lambda: norm.norm(ZEROS(2, 3), ZEROS(4)), r"weight \(4,\) do not fit x \(2, 3\)"),
-        (lambda: norm.norm(ZEROS(2, 3), None, residual=ZEROS(3)), r"residual \(3,\) do not fit x \(2, 3\)"),
+        (
+            lambda: norm.norm(ZEROS(2, 3), None, residual=ZEROS(3)),
+            r"residual \(3,\) do not fit x \(2, 3\)",
+        ),
         (lambda: activation.fused_activation(ZEROS(2, 3), "tanh"), "kind = 'tanh'"),
-        (lambda: activation.fused_activation(ZEROS(2, 3), "relu", ZEROS(2)), r"bias \(2,\) do not fit"),
+        (
+            lambda: activation.fused_activation(ZEROS(2, 3), "relu", ZEROS(2)),
+            r"bias \(2,\) do not fit",
+        ),
         (lambda: sample.sample(ZEROS(3)), r"\(3,\)"),
         (lambda: sample.sample(ZEROS(2, 3), temperature=0.0), r"temperature = 0\.0"),
         (lambda: sample.sample(ZEROS(2, 3), top_p=0.0), r"top_p = 0\.0"),
         (lambda: sample.sample(ZEROS(2, 3), top_k=-1), "top_k = -1"),
         (lambda: sample.sample(ZEROS(2, 3), typical_p=0.0), r"typical_p = 0\.0"),
-        (lambda: cache.write_slots_(ZEROS(2, 3, 4, 5), ZEROS(2, 3, 4, 5), *[ZEROS(4, 3, 1, 5)] * 2, 3), "slot 3"),
+        (
+            lambda: cache.write_slots_(
+                ZEROS(2, 3, 4, 5), ZEROS(2, 3, 4, 5), *[ZEROS(4, 3, 1, 5)] * 2, 3
+            ),
+            "slot 3",
+        ),
         (lambda: cache.reorder_rows_(ZEROS(2, 3, 4), ZEROS(2, 4)), r"parents \(2, 4\)"),
         (lambda: cache.move_sentences_(ZEROS(2, 3), ZEROS(1), ZEROS(1)), r"buffer \(2, 3\)"),
         (lambda: tables.extend_rows_([TABLE], ZEROS(2, 4), 0), r"parents \(2, 4\)"),
         (lambda: tables.extend_rows_([TABLE], ZEROS(2, 3), 4), "4 steps"),
-        (lambda: tables.extend_rows_([TABLE._replace(newest=ZEROS(2, 3))], ZEROS(2, 3), 0), r"newest \(2, 3\)"),
-        (lambda: tables.finish_rows_([ZEROS(2, 3, 5)], [TABLE], ZEROS(2, 3), ZEROS(2, 6), 0), r"beams \(2, 6\)"),
-        (lambda: tables.finish_rows_([ZEROS(2, 3, 5).int()], [TABLE], *[ZEROS(2, 3)] * 2, 0), r"int32, order"),
+        (
+            lambda: tables.extend_rows_([TABLE._replace(newest=ZEROS(2, 3))], ZEROS(2, 3), 0),
+            r"newest \(2, 3\)",
+        ),
+        (
+            lambda: tables.finish_rows_([ZEROS(2, 3, 5)], [TABLE], ZEROS(2, 3), ZEROS(2, 6), 0),
+            r"beams \(2, 6\)",
+        ),
+        (
+            lambda: tables.finish_rows_([ZEROS(2, 3, 5).int()], [TABLE], *[ZEROS(2, 3)] * 2, 0),
+            r"int32, order",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors(call: Callable[[], object], shown: str) -> None:
     with pytest.raises(ValueError, match=shown):
         call()
 
 
-# Mutants
+# Mutants.
 
 _SMALL_ATTENTION = ("cpu", 2, 3, 4, 2, 70, 8)
 MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
@@ -1086,7 +1137,8 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda kernels: _check_kbest(kernels, "cpu", 1, 2, 5_001, 8, torch.float32),
     ),
     "kbest: whose group it is": (
-        kbest_kernels, "of = tl.where(chosen >= 0, chosen // groups, 0)", "of = tl.where(chosen >= 0, 0, 0)",
+        kbest_kernels, "of = tl.where(chosen >= 0, chosen // groups, 0)",
+        "of = tl.where(chosen >= 0, 0, 0)",
         lambda kernels: _check_kbest(kernels, "cpu", 1, 2, 5_001, 8, torch.float32),
     ),
     "kbest: one group less": (
@@ -1106,8 +1158,8 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_ngrams(ops, "cpu", 6, 8, 96, 96, 1, torch.float32),
     ),
     "attention: keys beyond the end": (
-        beam_attention, "scores = tl.where(is_slot[None, :], scores, float(\"-inf\"))", "scores = scores",
-        lambda ops: _check_attention(ops, *_SMALL_ATTENTION),
+        beam_attention, "scores = tl.where(is_slot[None, :], scores, float(\"-inf\"))",
+        "scores = scores", lambda ops: _check_attention(ops, *_SMALL_ATTENTION),
     ),
     "attention: the running softmax": (
         beam_attention, "mixed = mixed * shrink[:, None] + tl.dot", "mixed = mixed + tl.dot",
@@ -1130,7 +1182,8 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_newest(ops, "cpu", 1, 3, 2, 2, 513, 8),
     ),
     "attention: counters of the next launch": (
-        beam_attention, "tl.store(ended_ptr + tl.program_id(0), 0)", "tl.store(ended_ptr + tl.program_id(0), 1)",
+        beam_attention, "tl.store(ended_ptr + tl.program_id(0), 0)",
+        "tl.store(ended_ptr + tl.program_id(0), 1)",
         lambda ops: [_check_attention(ops, "cpu", 1, 4, 2, 2, 1_100, 8) for _ in range(2)],
     ),
     "attention: parts": (
@@ -1138,7 +1191,8 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_attention(ops, "cpu", 1, 4, 2, 2, 1_100, 8),
     ),
     "norm: the mean over what is there": (
-        norm, "tl.where(inside, total - tl.sum(total, 0) / dims, 0.0)", "total - tl.sum(total, 0) / dims",
+        norm, "tl.where(inside, total - tl.sum(total, 0) / dims, 0.0)",
+        "total - tl.sum(total, 0) / dims",
         lambda ops: _check_norm(ops, "cpu", 5, 33, torch.float32, False, True, True, True, True),
     ),
     "norm: residual": (
@@ -1146,14 +1200,16 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_norm(ops, "cpu", 5, 33, torch.float32, True, True, True, True, False),
     ),
     "activation: the bias's place": (
-        activation, "at % dims", "at", lambda ops: _check_activation(ops, "cpu", "relu", torch.float32, 33),
+        activation, "at % dims", "at",
+        lambda ops: _check_activation(ops, "cpu", "relu", torch.float32, 33),
     ),
     "sample: the last of k": (
         sample, "count >= top_k, middle, low", "count > top_k, middle, low",
         lambda ops: _check_sample(ops, "cpu", {"top_k": 1}),
     ),
     "sample: mass": (
-        sample, "_ordered(value) >= middle, tl.exp(value - highest)", "_ordered(value) >= middle, tl.exp(value)",
+        sample, "_ordered(value) >= middle, tl.exp(value - highest)",
+        "_ordered(value) >= middle, tl.exp(value)",
         lambda ops: _check_sample(ops, "cpu", {"top_p": 0.9}),
     ),
     "sample: entropy": (
@@ -1172,8 +1228,12 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         rotation, "tl.where(is_turned, (straight", "tl.where(there, (straight",
         lambda ops: _check_rotation(ops, "cpu", torch.float32, 80, 32, False),
     ),
-    "cache: slots": (cache, "start + row % beams", "start + row // beams", lambda ops: _check_cache(ops, "cpu")),
-    "cache: parents": (cache, "(parents * table_m)", "(beam * table_m)", lambda ops: _check_cache(ops, "cpu")),
+    "cache: slots": (
+        cache, "start + row % beams", "start + row // beams", lambda ops: _check_cache(ops, "cpu"),
+    ),
+    "cache: parents": (
+        cache, "(parents * table_m)", "(beam * table_m)", lambda ops: _check_cache(ops, "cpu"),
+    ),
     "cache: moves": (
         cache, "* BLOCK + tl.arange(0, BLOCK) < size", "* BLOCK + tl.arange(0, BLOCK) < BLOCK",
         lambda ops: _check_cache(ops, "cpu"),
@@ -1183,7 +1243,8 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
     ),
     "choice: who may finish": (
-        choices, "(slot < 2 * BEAMS)", "(slot < 3 * BEAMS)", lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
+        choices, "(slot < 2 * BEAMS)", "(slot < 3 * BEAMS)",
+        lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
     ),
     "choice: full sentences": (
         choices, "tl.where(full, ranked + never, ranked)", "ranked",
@@ -1198,10 +1259,12 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_choice(ops, "cpu", 24, 3, 2.0, "never"),
     ),
     "choice: empty slots": (
-        choices, "(open_slots > 0) &", "(open_slots < 0) &", lambda ops: _check_choice(ops, "cpu", 12, 1, 1.0, False),
+        choices, "(open_slots > 0) &", "(open_slots < 0) &",
+        lambda ops: _check_choice(ops, "cpu", 12, 1, 1.0, False),
     ),
     "choice: enough has finished": (
-        choices, "over = over | full", "over = over", lambda ops: _check_choice(ops, "cpu", 12, 3, 1.0, True),
+        choices, "over = over | full", "over = over",
+        lambda ops: _check_choice(ops, "cpu", 12, 3, 1.0, True),
     ),
     "choice: once it is over": (
         choices, "old | (new & (tl.load(over_ptr) == 0))", "old | new",
@@ -1212,13 +1275,16 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_first(ops, "cpu", 9, 4, 8, False),
     ),
     "choice: how many slots there are": (
-        choices, "finishing & (place <= BEAMS)", "finishing", lambda ops: _check_first(ops, "cpu", 9, 4, 8, False),
+        choices, "finishing & (place <= BEAMS)", "finishing",
+        lambda ops: _check_first(ops, "cpu", 9, 4, 8, False),
     ),
     "choice: -inf does not end": (
-        choices, " & (score != float(\"-inf\"))", "", lambda ops: _check_first(ops, "cpu", 18, 4, 8, False),
+        choices, " & (score != float(\"-inf\"))", "",
+        lambda ops: _check_first(ops, "cpu", 18, 4, 8, False),
     ),
     "choice: who goes on": (
-        choices, "tl.where(ends | ignored,", "tl.where(ends,", lambda ops: _check_first(ops, "cpu", 9, 4, 8, False),
+        choices, "tl.where(ends | ignored,", "tl.where(ends,",
+        lambda ops: _check_first(ops, "cpu", 9, 4, 8, False),
     ),
     "choice: the longest text": (
         choices, "LAST=last", "LAST=False", lambda ops: _check_first(ops, "cpu", 9, 4, 8, True),
@@ -1250,7 +1316,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.slow
 def test_mutant(name: str, tmp_path: Path) -> None:
-    """The checks fail on the operation's file with one place changed, and pass on the file as it is."""
+    """The checks pass on the operation's file, and fail once one place of it is changed."""
     module, old, new, check = MUTANTS[name]
     assert module.__file__
     source = Path(module.__file__).read_text("utf-8")
@@ -1267,7 +1333,7 @@ def test_mutant(name: str, tmp_path: Path) -> None:
 
 
 def _is_found(check: Callable[[], object]) -> bool:
-    """Whether a check fails in a process of its own: a mutant may write to memory that is not its own, and crash."""
+    """Return whether a check fails in a forked process, as a mutant may crash."""
     process = os.fork()
     if process == 0:
         status = 1

@@ -1,6 +1,6 @@
-"""Operations in C against their references, for every set of instructions that this processor has.
+"""Operations in C against their references, for every instruction set of this processor.
 
-Nothing here is asked of a machine for which there is no library; that there is one wherever a compiler is, is.
+The tests are skipped on a machine without a library; one has to exist wherever there is a compiler.
 """
 
 import shutil
@@ -35,11 +35,11 @@ INF = torch.inf
 SHAPES = [
     # B, M, Hkv, groups, N, D
     (1, 1, 1, 1, 1, 16),
-    *(
-        (2, 3, 2, 1, n, 32) for n in (6, 7, 13, 14, 15, 16, 22, 23, 30, 31)
-    ),  # up to the last place of a vector
+    # Lengths up to the last lane of a vector.
+    *((2, 3, 2, 1, n, 32) for n in (6, 7, 13, 14, 15, 16, 22, 23, 30, 31)),
     (2, 3, 2, 2, 5, 32),
     (3, 4, 4, 1, 37, 48),
+    # More than four sentences per thread: a list of keys serves all heads.
     (
         9,
         4,
@@ -47,11 +47,11 @@ SHAPES = [
         1,
         64,
         64,
-    ),  # more sentences than four for each thread: a list of keys serves all heads
+    ),
     (2, 5, 3, 1, 130, 80),
     (1, 8, 2, 8, 33, 96),
     (2, 2, 2, 3, 17, 128),
-    (1, 16, 1, 8, 40, 64),  # as many rows as there may be
+    (1, 16, 1, 8, 40, 64),  # the maximum number of rows
 ]
 
 
@@ -62,9 +62,9 @@ def _variants() -> list[str]:
 
 @pytest.fixture(params=_variants() or [pytest.param("", marks=pytest.mark.skip(reason="no AVX2"))])
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Operations run by the library for one set of instructions, whatever FASTGEN_OPS is.
+    """Run operations by the library for one instruction set, whatever FASTGEN_OPS is.
 
-    What they do not write is NaN.
+    Memory that they do not write is poisoned.
     """
     try:
         by = native.load(request.param)
@@ -92,9 +92,8 @@ def _mask(kind: str, b: int, m: int, h: int, n: int) -> Tensor | None:
         return None
     shape = {"sentence": (b, 1, 1, n), "beam": (b, 1, m, n), "head": (1, h, m, n)}[kind]
     mask = torch.zeros(shape).masked_fill_(_randn(*shape, seed=5) > 0.3, -INF)
-    mask[..., : n // 3 + 1] = _randn(
-        *shape[:3], 1, seed=6
-    )  # every row sees something, and all some of the same
+    # Every row sees something, and all rows of a sentence see some common keys.
+    mask[..., : n // 3 + 1] = _randn(*shape[:3], 1, seed=6)
     return mask
 
 
@@ -104,7 +103,7 @@ def _mask(kind: str, b: int, m: int, h: int, n: int) -> Tensor | None:
 def test_attention(
     variant: str, shape: tuple[int, ...], kind: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and values lie in a larger buffer; the mask hides keys from all rows, or from some."""
+    """Keys and values are views of larger buffers; the mask hides keys from all or some rows."""
     b, m, key_heads, groups, n, d = shape
     monkeypatch.setattr(native, "threads_for", lambda work: threads)
     query = _randn(b, m, key_heads * groups, d)
@@ -124,7 +123,10 @@ def test_attention(
 
 
 def test_attention_of_large_scores(variant: str) -> None:
-    """Weights are of differences to the highest score; the lowest number of fp32 in a mask is no -inf."""
+    """Scores are large, and masked by the lowest fp32 number, which is not -inf.
+
+    The softmax has to subtract the highest score.
+    """
     query, keys, values = (
         _randn(2, 8, 2, 32) * 40,
         _randn(2, 2, 9, 32, seed=1) * 40,
@@ -132,7 +134,8 @@ def test_attention_of_large_scores(variant: str) -> None:
     )
     mask = torch.zeros(2, 1, 1, 9)
     mask[..., 5:] = torch.finfo(torch.float32).min
-    mask[1] = torch.finfo(torch.float32).min  # nothing is seen, so that all is seen alike
+    # A row whose keys are all masked attends to all of them equally.
+    mask[1] = torch.finfo(torch.float32).min
     found = beam_attention(query, keys, values, mask, 1.0)
     torch.testing.assert_close(
         found, beam_attention_reference(query, keys, values, mask, 1.0), atol=1e-4, rtol=1e-4
@@ -140,7 +143,7 @@ def test_attention_of_large_scores(variant: str) -> None:
 
 
 def test_attention_to_nothing(variant: str) -> None:
-    """A beam that sees no key gets NaN, and the others what they should."""
+    """A beam that sees no key gets NaN, and the other beams their correct results."""
     query, keys, values = (
         _randn(2, 3, 2, 16),
         _randn(2, 2, 37, 16, seed=1),
@@ -209,7 +212,7 @@ def test_left_to_torch(variant: str, how: Callable[..., Tensor]) -> None:
 
 @pytest.mark.parametrize(("dims", "rows", "count"), [(24, 8, 9), (32, 129, 9), (32, 8, 8)])
 def test_shapes_left_to_torch(variant: str, dims: int, rows: int, count: int) -> None:
-    """A head dimension, more rows, and fewer scores than C is for."""
+    """C does not cover the head dimension, the number of rows, or so few scores."""
     query, keys, values = (
         _randn(2, rows, 1, dims),
         _randn(2, 1, count, dims, seed=1),
@@ -227,7 +230,7 @@ def test_shapes_left_to_torch(variant: str, dims: int, rows: int, count: int) ->
 def test_log_softmax(
     variant: str, vocabulary: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As near to double precision as torch's own, and in the logits' own memory the same."""
+    """The error is about that of torch at most, and computing in place gives the same result."""
     monkeypatch.setattr(native, "threads_for", lambda work: threads)
     logits = _randn(5, vocabulary + 2)[:, :vocabulary] * 8
     logits[1, vocabulary // 2] = -INF
@@ -269,7 +272,10 @@ def test_k_best(
 
 
 def test_k_best_of_equal_values(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two of the winners, or the first that is none, are equal, torch ranks; other equal values are no matter."""
+    """torch ranks if two winners, or a winner and the first loser, are equal.
+
+    Other equal values do not matter.
+    """
     asked: list[int] = []
     monkeypatch.setattr(
         "fastgen.ops.selection.kbest.best_of_log_probs_reference",
@@ -319,7 +325,7 @@ def test_k_best_of_few_that_are_left(variant: str) -> None:
 
 @pytest.mark.parametrize("family", ["bart", "gpt2", "t5", "llama"])
 def test_whole_calls(variant: str, family: str) -> None:
-    """The tokens are those of transformers, whoever computes."""
+    """The tokens are those of transformers, whichever implementation runs."""
     model = zoo.build(family, torch.float32)
     call = zoo.batch(model, 3, 7) | {
         "num_beams": 4,
@@ -357,7 +363,7 @@ def test_of_other_processors_only_when_asked(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Libraries are looked for in an empty folder, and FASTGEN_OPS is not set."""
+    """Look for libraries in an empty folder, with FASTGEN_OPS unset."""
     monkeypatch.setattr(native, "LIBRARIES", tmp_path)
     monkeypatch.delenv("FASTGEN_OPS", raising=False)
     config.reload()
@@ -395,7 +401,7 @@ def test_doctor_says_why(folder: Path) -> None:
 @pytest.mark.parametrize("penalty", [1.0, 0.0, -1.5, 2.0])
 @pytest.mark.parametrize("beams", [1, 3, 5])
 def test_choice(variant: str, beams: int, penalty: float, early: Any) -> None:
-    """What follows for the candidates of a step, as the rules say in torch."""
+    """The result of selecting among a step's candidates follows the rules in torch."""
     decided = 0
     for trial in range(60):
         search, candidates, length = choice(trial, beams, penalty, early)
@@ -408,7 +414,7 @@ def test_choice(variant: str, beams: int, penalty: float, early: Any) -> None:
 
 
 def test_choice_between_equals(variant: str) -> None:
-    """Is for torch to make, as is any of numbers that are none, and of too few that live on."""
+    """torch decides for equal scores, NaN and infinities, and if too few candidates live on."""
     by = native.library()
     assert by is not None
     values, index = torch.tensor([[-1.0, -2.0, -3.0, -4.0]]), torch.arange(4)[None]
@@ -459,7 +465,7 @@ def test_other_instructions() -> None:
 def test_no_compiler(
     script: str | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Libraries of before are gone, and the reason lies there."""
+    """Earlier libraries are removed, and the folder holds the reason."""
     compiler, folder = tmp_path / "compiler", tmp_path / "lib"
     folder.mkdir()
     (folder / "avx2.so").touch()
@@ -479,10 +485,11 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_needs_nothing_to_be_built(tmp_path: Path) -> None:
-    """As a script, by a Python without torch and without the package."""
+    """The script runs in a Python without torch and without the package."""
     done = subprocess.run(
-        [sys.executable, "-S", "-c", f"import runpy; runpy.run_path({str(Path(build.__file__))!r})"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
+        [sys.executable, "-S", "-c",
+        f"import runpy; runpy.run_path({str(Path(build.__file__))!r})"], cwd=tmp_path,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -490,7 +497,10 @@ def test_needs_nothing_to_be_built(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [0, 1, 4, 7, 8, 13, 97, 150, 301])
 def test_products(variant: str, rows: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one block, of several and of several tasks; whole panels and parts; inputs of one piece and of more."""
+    """Products cover single and several blocks and tasks, and whole and partial panels.
+
+    Inputs take one pass over K, or several.
+    """
     monkeypatch.setattr(native, "threads_for", lambda work: threads)
     by = native.found().library
     assert by is not None

@@ -1,4 +1,4 @@
-"""What C does not read goes to torch: other dtypes, shapes that do not fit, indices of rows that are not there."""
+"""Inputs that C does not cover go to torch: other dtypes, shapes that do not fit, bad indices."""
 
 import itertools
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from fastgen.ops.selection.kbest import LogitsUpdates, kbest
 from fastgen.ops.selection.ngram_block import ngram_mask_
 from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
-from tests.models.test_in_c import _wide
-from tests.ops.test_native import variant
+from tests.models.test_in_c import _wide  # noqa: F401  a fixture
+from tests.ops.test_native import variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -77,7 +77,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("call", WRONG.values(), ids=WRONG)
-def test_torch_raises(variant: str, call: Callable[[], Any]) -> None:
+def test_torch_raises(variant: str, call: Callable[[], Any]) -> None:  # noqa: F811
     with pytest.raises((IndexError, RuntimeError)):
         call()
 
@@ -98,24 +98,27 @@ OTHERS: dict[str, tuple[Callable[[torch.dtype], Tensor], torch.dtype]] = {
     "sets of tokens in k best": (_with_bans, torch.int32),
     "places of sentences": (_moved, torch.int64),
     "tokens that are added": (
-        lambda dtype: add_tokens_(empty_mask(2, 90, CPU), _integers(2, 5, below=90).to(dtype), 90), torch.int64,
+        lambda dtype: add_tokens_(empty_mask(2, 90, CPU), _integers(2, 5, below=90).to(dtype), 90),
+        torch.int64,
     ),
     "texts of n-grams": (
-        lambda dtype: ngram_mask_(empty_mask(2, 9, CPU), _integers(2, 30).to(dtype), 2, 9), torch.int64,
+        lambda dtype: ngram_mask_(empty_mask(2, 9, CPU), _integers(2, 30).to(dtype), 2, 9),
+        torch.int64,
     ),
     "ids of an embedding": (
-        lambda dtype: embedding(_integers(5).to(dtype), torch.arange(96.0).view(3, 32), 1.0), torch.int64,
+        lambda dtype: embedding(_integers(5).to(dtype), torch.arange(96.0).view(3, 32), 1.0),
+        torch.int64,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("made", "dtype"), OTHERS.values(), ids=OTHERS)
 def test_integers_of_another_type(
-    variant: str,
+    variant: str,  # noqa: F811
     made: Callable[[torch.dtype], Tensor],
     dtype: torch.dtype,
 ) -> None:
-    """Are what they are in torch, and C is not asked."""
+    """Other integer dtypes give the same result as in torch, without C."""
     wanted = made(dtype)
     in_c = [operation for operation, path in calls if path == "native"]
     assert in_c
@@ -133,7 +136,7 @@ ROWS = list(itertools.product((1, 2, 3, 6), (None, 1, 3, 6), (7, 6, 8)))
 def test_states_of_other_rows_than_the_mask(
     family: str, beams: int, ops: str, setting: Callable[[str, str], None]
 ) -> None:
-    """The result is stock's, or its error."""
+    """The result, or the error, is that of the toolkit."""
     if ops == "native" and native.found().library is None:
         pytest.skip(str(native.found().reason))
     setting("FASTGEN_OPS", ops)
@@ -155,8 +158,8 @@ def test_states_of_other_rows_than_the_mask(
         assert_same(model, given | options, tolerance=1e-4)
 
 
-def test_keys_of_other_rows_than_the_call(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step in C is refused whose cache has other sentences, or another mask, than the call."""
+def test_keys_of_other_rows_than_the_call(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """A step in C is rejected if its cache has other sentences, or another mask, than the call."""
     model = zoo.build("bart", torch.float32)
     call = zoo.batch(model, 3, 7, "right") | {"num_beams": 2, "max_new_tokens": 6}
     refused: list[bool] = []

@@ -1,4 +1,4 @@
-"""What a search does between two steps, in C, against its references: choices, tables, sets of tokens, embeddings."""
+"""Search operations in C against their references: selection, tables, token sets, embeddings."""
 
 import itertools
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from fastgen.ops.tables import (
     finish_rows_,
     finish_rows_reference,
 )
-from tests.ops.test_native import variant
+from tests.ops.test_native import variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -56,14 +56,14 @@ def _same(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found.values, wanted.values, atol=1e-5, rtol=1e-6)
 
 
-# The k best
+# k-best.
 
 
 @pytest.mark.parametrize(
     ("b", "m", "v", "k"), [(1, 1, 65, 1), (3, 4, 127, 8), (2, 5, 1_000, 10), (1, 4, 50_264, 8)]
 )
-def test_of_logits(variant: str, b: int, m: int, v: int, k: int) -> None:
-    """No log-probability is written; logits may lie anywhere, and stay."""
+def test_of_logits(variant: str, b: int, m: int, v: int, k: int) -> None:  # noqa: F811
+    """Log-probabilities are not stored; logits may be strided, and are not modified."""
     room, scores = _randn(b, m, v + 3) * 4, _randn(b, m, seed=1)
     logits = room[:, :, :v]
     before = room.clone()
@@ -73,8 +73,8 @@ def test_of_logits(variant: str, b: int, m: int, v: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("v", [64, 129, 1_000])
-def test_of_logits_with_bans(variant: str, v: int) -> None:
-    """Of each row, of all rows alike, and of a row's best tokens; the banned count for the sum."""
+def test_of_logits_with_bans(variant: str, v: int) -> None:  # noqa: F811
+    """Ban tokens per row, for all rows, and each row's best; the sum includes banned tokens."""
     logits, scores = _randn(3, 4, v) * 3, _randn(3, 4, seed=1)
     each = packed(_randn(12, v, seed=2) > 1)
     best = packed(logits.flatten(0, 1) == logits.flatten(0, 1).amax(1, keepdim=True))
@@ -85,8 +85,8 @@ def test_of_logits_with_bans(variant: str, v: int) -> None:
     assert calls == {("kbest", "native"): 4}
 
 
-def test_of_logits_where_few_are_left(variant: str) -> None:
-    """Less than K that are not banned: torch says in which order the others come."""
+def test_of_logits_where_few_are_left(variant: str) -> None:  # noqa: F811
+    """If fewer than K tokens are not banned, torch orders the others."""
     logits, scores = _randn(2, 2, 70), _randn(2, 2, seed=1)
     sets = torch.ones(4, 70, dtype=torch.bool)
     sets[:, 11:14] = False
@@ -95,7 +95,7 @@ def test_of_logits_where_few_are_left(variant: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, INF])
-def test_of_logits_that_are_no_numbers(variant: str, bad: float) -> None:
+def test_of_logits_that_are_no_numbers(variant: str, bad: float) -> None:  # noqa: F811
     logits, scores = _randn(2, 2, 200), _randn(2, 2, seed=1)
     logits[0, 0, 3] = bad
     found, wanted = (best(logits, scores, 4, without_nan=True) for best in (kbest, kbest_reference))
@@ -118,12 +118,12 @@ def test_of_logits_that_are_no_numbers(variant: str, bad: float) -> None:
         },
     ],
 )
-def test_of_logits_with_more(variant: str, given: dict[str, Any]) -> None:
+def test_of_logits_with_more(variant: str, given: dict[str, Any]) -> None:  # noqa: F811
     logits, scores = _randn(2, 3, 300), _randn(2, 3, seed=1)
     _same(kbest(logits, scores, 2, **given), kbest_reference(logits, scores, 2, **given))
 
 
-def test_of_logits_the_sum_is_asked_for(variant: str) -> None:
+def test_of_logits_the_sum_is_asked_for(variant: str) -> None:  # noqa: F811
     logits, scores = _randn(2, 3, 300), _randn(2, 3, seed=1)
     sums = kbest(logits, scores, 2, normalisers=True).normalisers
     assert sums is not None
@@ -140,8 +140,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_calls(variant: str, option: str) -> None:
-    """Log-probabilities are written only where edits change some, or somebody looks at them."""
+def test_calls(variant: str, option: str) -> None:  # noqa: F811
+    """Log-probabilities are stored only if transforms change some, or a caller needs them."""
     kwargs, written = OPTIONS[option]
     model = zoo.build("bart", torch.float32)
     assert (
@@ -154,11 +154,14 @@ def test_calls(variant: str, option: str) -> None:
     assert (calls["log_softmax", "native"] > 5) == bool(written)
 
 
-# Tables
+# Tables.
 
 
 def _growing(b: int, m: int, n: int, prefix: int, seed: int) -> list[Table]:
-    """Tokens, the rows they came from, which get longer integers, and what a beam sees, several columns at a time."""
+    """Return tables of tokens, of the rows they came from, and of the ancestry of beams.
+
+    The rows' newest values have a wider integer dtype; ancestry grows by several columns a step.
+    """
     tokens, came_from = (
         _integers(b, m, n, below=900, seed=seed),
         _integers(b, m, n, below=900).to(torch.int32),
@@ -172,7 +175,7 @@ def _growing(b: int, m: int, n: int, prefix: int, seed: int) -> list[Table]:
 
 
 @pytest.mark.parametrize(("b", "m"), [(1, 1), (3, 4), (5, 7)])
-def test_extend_rows(variant: str, b: int, m: int) -> None:
+def test_extend_rows(variant: str, b: int, m: int) -> None:  # noqa: F811
     for steps, prefix in itertools.product((0, 1, 6), (0, 2)):
         tables, parents = _growing(b, m, 9, prefix, seed=steps), _integers(b, m, below=m)
         wanted = [extend_rows_reference(table, parents, steps) for table in tables]
@@ -183,7 +186,7 @@ def test_extend_rows(variant: str, b: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("b", "m", "k"), [(1, 1, 2), (3, 4, 8), (2, 5, 15)])
-def test_finish_rows(variant: str, b: int, m: int, k: int) -> None:
+def test_finish_rows(variant: str, b: int, m: int, k: int) -> None:  # noqa: F811
     for steps, prefix in itertools.product((0, 1, 6), (0, 2)):
         running = _growing(b, m, 9, prefix, seed=steps)[:2]
         tables = [
@@ -209,8 +212,8 @@ def test_finish_rows(variant: str, b: int, m: int, k: int) -> None:
         lambda table: table._replace(rows=table.rows.transpose(1, 2).contiguous().transpose(1, 2)),
     ],
 )
-def test_tables_left_to_torch(variant: str, change: Callable[[Table], Table]) -> None:
-    """What would have to be rounded, and rows whose columns lie apart."""
+def test_tables_left_to_torch(variant: str, change: Callable[[Table], Table]) -> None:  # noqa: F811
+    """A dtype that would need rounding, and rows that are not contiguous."""
     table = change(Table(_randn(2, 3, 8), _randn(2, 3, 1)))
     parents = _integers(2, 3, below=3)
     wanted = extend_rows_reference(table, parents, 2)
@@ -219,7 +222,7 @@ def test_tables_left_to_torch(variant: str, change: Callable[[Table], Table]) ->
     assert calls == {("tables", "reference"): 1}
 
 
-def test_no_memory_for_tables(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_for_tables(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     by = native.library()
     assert by is not None
     monkeypatch.setattr(native, "library", lambda: by._replace(move_rows=lambda *_: 0))
@@ -227,7 +230,7 @@ def test_no_memory_for_tables(variant: str, monkeypatch: pytest.MonkeyPatch) -> 
         extend_rows_([Table(_randn(2, 3, 8), _randn(2, 3, 1))], _integers(2, 3, below=3), 2)
 
 
-def test_move_sentences(variant: str) -> None:
+def test_move_sentences(variant: str) -> None:  # noqa: F811
     for dtype in (torch.float32, torch.int64, torch.bfloat16):
         buffer = (_randn(6, 3, 20, 5) * 9).to(dtype)
         wanted = buffer.clone()
@@ -239,12 +242,15 @@ def test_move_sentences(variant: str) -> None:
     assert calls["cache", "native"] == 3
 
 
-# Sets of tokens
+# Token sets.
 
 
 @pytest.mark.parametrize("v", [20, 64, 100])
-def test_add_tokens(variant: str, v: int) -> None:
-    """To what was there; tokens outside the vocabulary are ignored, in the last word's unused bits, too."""
+def test_add_tokens(variant: str, v: int) -> None:  # noqa: F811
+    """Tokens are added to the set; those outside the vocabulary are ignored.
+
+    Unused bits of the last word stay clear.
+    """
     before = packed(_randn(5, v) > 1)
     for rows in (1, 5):
         tokens = _integers(rows, 9, below=v + 40, seed=1) - 20
@@ -256,7 +262,7 @@ def test_add_tokens(variant: str, v: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 @pytest.mark.parametrize("with_source", [False, True])
-def test_repeated_ngrams(variant: str, n: int, with_source: bool) -> None:
+def test_repeated_ngrams(variant: str, n: int, with_source: bool) -> None:  # noqa: F811
     for length in (1, 4, 30):
         ids, scores = _integers(6, length + 2, below=4)[:, :length], torch.zeros(6, 33)
         source = _integers(3, 17, below=4, seed=1) if with_source else None
@@ -266,11 +272,11 @@ def test_repeated_ngrams(variant: str, n: int, with_source: bool) -> None:
     assert calls["ngram_block", "native"] > 0
 
 
-# Embeddings
+# Embeddings.
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.5])
-def test_embedding(variant: str, scale: float) -> None:
+def test_embedding(variant: str, scale: float) -> None:  # noqa: F811
     tokens, row, other = _randn(50, 33), _randn(33, seed=1), _randn(33, seed=2)
     ids = _integers(7, 4, below=50)[:, 2]
     ids[3] = 9
@@ -281,7 +287,7 @@ def test_embedding(variant: str, scale: float) -> None:
         )
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
     assert calls == {("embedding", "native"): 3}
-    rows = _randn(7, 33, seed=3)  # of each one's own position
+    rows = _randn(7, 33, seed=3)  # one position per row
     torch.testing.assert_close(
         embedding(ids, tokens, scale, rows), embedding_reference(ids, tokens, scale, rows)
     )
@@ -291,7 +297,7 @@ def test_embedding(variant: str, scale: float) -> None:
             embedding(torch.tensor([1, outside]), tokens, scale)
 
 
-def test_embedding_of_parameters(variant: str) -> None:
+def test_embedding_of_parameters(variant: str) -> None:  # noqa: F811
     tokens = torch.nn.Parameter(_randn(50, 32))
     with torch.no_grad():
         embedding(torch.tensor([3]), tokens, 2.0)
@@ -299,8 +305,8 @@ def test_embedding_of_parameters(variant: str) -> None:
 
 
 @pytest.mark.parametrize("norm_tokens", [False, True])
-def test_padding_and_a_norm(variant: str, norm_tokens: bool) -> None:
-    """A padding token has a row of its own, whether the norm is of the tokens alone or of the sum."""
+def test_padding_and_a_norm(variant: str, norm_tokens: bool) -> None:  # noqa: F811
+    """A padding token has its own position, whether the norm covers only the tokens or the sum."""
     norm = Norm(_randn(32, seed=5), None, 1e-5)
     made = Embedding(_randn(50, 32), 2.0, _randn(9, 32, seed=1), 2, 7, 0, norm, norm_tokens)
     ids, (tokens, positions) = torch.tensor([3, 7, 4]), (made.tokens, made.positions)
@@ -310,7 +316,7 @@ def test_padding_and_a_norm(variant: str, norm_tokens: bool) -> None:
     torch.testing.assert_close(made(ids, 3), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_disabled(variant: str) -> None:
+def test_disabled(variant: str) -> None:  # noqa: F811
     model = zoo.build("bart", torch.float32)
     with fastgen.disabled():
         model.generate(**zoo.batch(model, 2, 5), num_beams=2, max_new_tokens=5)

@@ -1,4 +1,4 @@
-"""Every op against its reference: odd shapes, real vocabularies, dtypes, strides, ties, bad values."""
+"""Every operation against its reference: odd shapes, real vocabularies, dtypes, strides, ties."""
 
 import math
 import re
@@ -55,7 +55,7 @@ def _unmodified(*tensors: Tensor) -> Callable[[], bool]:
     return holds
 
 
-# Sampling
+# Sampling.
 
 
 def _warped(scores: Tensor, top_p: float, least: int) -> Tensor:
@@ -72,7 +72,7 @@ def _warped(scores: Tensor, top_p: float, least: int) -> Tensor:
 def test_nucleus(
     rows: int, v: int, least: int, top_p: float, top_k: int, dtype: torch.dtype
 ) -> None:
-    """The warper's scores, and not seldom."""
+    """The scores equal those of the warper wherever they are certain, which is nearly always."""
     found = 0
     for seed in range(10):
         scores = _randn(rows, v, seed=seed, dtype=dtype) * 6
@@ -94,13 +94,14 @@ def test_nucleus_leaves_to_the_toolkit_what_it_cannot_know() -> None:
     assert sure(flat, 0.9) == [False] * 3
     assert any(sure(flat, 0.9, 4_000))
     equal = torch.tensor([[3.0, 1.0, 1.0, 1.0, -9.0]])
-    assert sure(equal, 0.8) == [False]  # one or two of three equal tokens stay
+    assert sure(equal, 0.8) == [False]  # one or two of three equal tokens remain
     assert sure(equal, 0.5) == [True]
+    # Rounding decides whether the second token of the first row remains.
     halves = torch.tensor([[0.5, 0.25, 0.25], [0.6, 0.3, 0.1]]).log()
     assert sure(halves, 0.5) == [
         False,
         True,
-    ]  # whether the second token of the first row stays, rounding decides
+    ]
     for bad in (torch.nan, torch.inf):
         assert sure(torch.tensor([[0.0, bad, 1.0]]), 0.9) == [False]
     assert sure(torch.full((1, 3), -torch.inf), 0.9) == [False]
@@ -124,11 +125,11 @@ def test_top_p_asks_the_toolkit_for_rows_in_doubt(rows: int) -> None:
     assert set(asked) == {1}
 
 
-# k-best
+# k-best.
 
 
 def _check_kbest(log_probs: Tensor, scores: Tensor, k: int) -> None:
-    """Values and indices are those of `torch.topk`, bit for bit."""
+    """Assert that values and indices equal those of `torch.topk` bit for bit."""
     unmodified = _unmodified(log_probs, scores)
     values, indices = best_of_log_probs(log_probs, scores, k)
     wanted_values, wanted_indices = best_of_log_probs_reference(log_probs, scores, k)
@@ -141,7 +142,7 @@ def _check_kbest(log_probs: Tensor, scores: Tensor, k: int) -> None:
 
 @pytest.fixture
 def _groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny inputs go through groups, as large ones do."""
+    """Let tiny inputs go through groups, as large ones do."""
     monkeypatch.setattr(kbest_module, "SMALL", 0)
     monkeypatch.setattr(kbest_module, "GROUP", 4)
 
@@ -150,9 +151,9 @@ def _groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("b", "m", "v", "k"),
     [
-        (1, 1, 1, 1), (1, 1, 7, 7), (3, 5, 33, 10), (2, 3, 127, 6), (2, 3, 128, 6), (7, 1, 129, 2), (1, 4, 5_001, 8),
-        (64, 4, 5_000, 8), (5, 5, 4_999, 10), (1, 1, 70_000, 1), (2, 1, 128 * 300, 2),
-        *((3, 4, v, 8) for v in VOCABULARIES),
+        (1, 1, 1, 1), (1, 1, 7, 7), (3, 5, 33, 10), (2, 3, 127, 6), (2, 3, 128, 6), (7, 1, 129, 2),
+        (1, 4, 5_001, 8), (64, 4, 5_000, 8), (5, 5, 4_999, 10), (1, 1, 70_000, 1),
+        (2, 1, 128 * 300, 2), *((3, 4, v, 8) for v in VOCABULARIES),
         *((2, 5, v, 105) for v in VOCABULARIES),
     ],
 )  # fmt: skip
@@ -160,13 +161,13 @@ def test_kbest(b: int, m: int, v: int, k: int, dtype: torch.dtype) -> None:
     log_probs = torch.log_softmax(_randn(b, m, v, dtype=dtype) * 3, -1)
     _check_kbest(log_probs, _randn(b, m, seed=1, dtype=dtype), k)
     first_step = torch.full((b, m), -1e9, dtype=dtype)
-    first_step[:, 0] = 0  # in float32 all beams but the first tie
+    first_step[:, 0] = 0  # in fp32 all beams except the first tie
     _check_kbest(log_probs, first_step, k)
 
 
 @pytest.mark.parametrize("v", VOCABULARIES)
 def test_kbest_ranks_groups_instead_of_tokens(v: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a tie the reference, which would hide a mistake of the groups, is not asked."""
+    """Without a tie the reference, which could hide an error in the groups, does not run."""
     log_probs, scores = (
         torch.log_softmax(_randn(3, 4, v, dtype=torch.float64), -1),
         _randn(3, 4, seed=1).double(),
@@ -202,7 +203,7 @@ def test_kbest_strided(kind: str, v: int) -> None:
 @pytest.mark.parametrize("v", [96, 1_000, *VOCABULARIES])
 @pytest.mark.parametrize("levels", [1, 2, 40])
 def test_kbest_ties(v: int, levels: int) -> None:
-    """Few different values: which of the equal ones come first is for `torch.topk` to say."""
+    """Few distinct values: equal ones come in the order of `torch.topk`."""
     log_probs = (
         torch.randint(0, levels, (3, 4, v), generator=torch.Generator().manual_seed(v)).float() / 8
     )
@@ -214,14 +215,14 @@ def test_kbest_ties(v: int, levels: int) -> None:
     "where", ["the last two", "the last and the next", "far below", "across groups", "in the tail"]
 )
 def test_kbest_one_tie(where: str) -> None:
-    """A tie among the k best, one that decides who is among them, and one that does not matter."""
+    """A tie among the k best, one at their boundary, and one that does not matter."""
     b, m, v, k = 2, 4, VOCABULARIES[0], 8
     log_probs = torch.log_softmax(_randn(b, m, v).double(), -1)
     scores = torch.zeros(b, m, dtype=torch.float64)
     order = log_probs.flatten(1).argsort(1, descending=True)
     first, second = {
-        "the last two": (k - 2, k - 1), "the last and the next": (k - 1, k), "far below": (k + 5, k + 6),
-        "across groups": (0, 1), "in the tail": (0, k),
+        "the last two": (k - 2, k - 1), "the last and the next": (k - 1, k),
+        "far below": (k + 5, k + 6), "across groups": (0, 1), "in the tail": (0, k),
     }[where]  # fmt: skip
     for row in range(b):
         flat = log_probs[row].view(-1)
@@ -238,7 +239,7 @@ def test_kbest_bans(v: int) -> None:
     log_probs[0, 1] = -INF  # one beam
     log_probs[1] = -INF  # a sentence
     _check_kbest(log_probs, scores, k)
-    log_probs[2, :, 3:] = -INF  # a sentence with fewer candidates than groups asked for
+    log_probs[2, :, 3:] = -INF  # a sentence with fewer candidates than requested groups
     _check_kbest(log_probs, scores, k)
     log_probs[2, :, 1:] = -INF  # fewer than k
     _check_kbest(log_probs, scores, k)
@@ -255,7 +256,7 @@ def test_kbest_bans(v: int) -> None:
     "kind", ["one", "two", "a beam", "a sentence", "all", "in the tail", "score"]
 )
 def test_kbest_nan(v: int, kind: str) -> None:
-    """`torch.topk` ranks NaN first; which of several comes first is for it to say."""
+    """`torch.topk` ranks NaN first, and decides about their order."""
     log_probs, scores = torch.log_softmax(_randn(3, 4, v), -1), _randn(3, 4, seed=1)
     if kind == "one":
         log_probs[1, 2, v // 2] = torch.nan
@@ -272,7 +273,7 @@ def test_kbest_nan(v: int, kind: str) -> None:
 
 @pytest.mark.usefixtures("_groups")
 def test_kbest_in_groups_of_four() -> None:
-    """Many small inputs: every position of the winners, in groups and behind them."""
+    """Many small inputs put the winners at every position, in groups and after them."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(2_000):
         b, m = (int(torch.randint(1, 6, (1,), generator=generator)) for _ in range(2))
@@ -289,8 +290,9 @@ def test_kbest_in_groups_of_four() -> None:
 @pytest.mark.parametrize(
     ("log_probs", "scores", "shown"),
     [
-        ((4, 9), (4,), "(4, 9)"), ((2, 3, 9), (3, 2), "(3, 2)"), ((2, 3, 9), (2, 3, 1), "(2, 3, 1)"),
-        ((2, 3, 9), (6,), "(6,)"), ((1, 2, 3, 9), (1, 2), "(1, 2, 3, 9)"),
+        ((4, 9), (4,), "(4, 9)"), ((2, 3, 9), (3, 2), "(3, 2)"),
+        ((2, 3, 9), (2, 3, 1), "(2, 3, 1)"), ((2, 3, 9), (6,), "(6,)"),
+        ((1, 2, 3, 9), (1, 2), "(1, 2, 3, 9)"),
     ],
 )  # fmt: skip
 def test_kbest_errors(log_probs: tuple[int, ...], scores: tuple[int, ...], shown: str) -> None:
@@ -298,11 +300,11 @@ def test_kbest_errors(log_probs: tuple[int, ...], scores: tuple[int, ...], shown
         best_of_log_probs(torch.zeros(log_probs), torch.zeros(scores), 2)
 
 
-@pytest.mark.usefixtures("by_torch_alone")  # C writes no log-probabilities
+@pytest.mark.usefixtures("by_torch_alone")  # C stores no log-probabilities
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("v", [257, *VOCABULARIES])
 def test_kbest_in_given_memory(v: int, edited: bool) -> None:
-    """The same values, whatever was there; the logits stay."""
+    """The values do not depend on the contents of the scratch memory; logits are unmodified."""
     logits, scores = _randn(3, 4, v) * 3, _randn(3, 4, seed=1)
     banned = _randn(12, v, seed=2) > 1 if edited else None
     updates = LogitsUpdates(banned=None if banned is None else packed(banned))
@@ -328,7 +330,7 @@ def test_kbest_more_than_there_are() -> None:
             best_of_log_probs(torch.zeros(1, 2, v), torch.zeros(1, 2), 2 * v + 1)
 
 
-# n-grams
+# n-grams.
 
 
 def _ids(rows: int, length: int, tokens: int, seed: int = 0) -> Tensor:
@@ -350,8 +352,8 @@ def _check_ngrams(scores: Tensor, ids: Tensor, n: int) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "length", "vocabulary", "tokens"),
     [
-        (1, 1, 1, 1), (1, 5, 3, 3), (5, 33, 7, 7), (16, 130, 96, 4), (3, 6, 96, 96), (4, 64, VOCABULARIES[0], 9),
-        (4, 64, VOCABULARIES[1], 50_264),
+        (1, 1, 1, 1), (1, 5, 3, 3), (5, 33, 7, 7), (16, 130, 96, 4), (3, 6, 96, 96),
+        (4, 64, VOCABULARIES[0], 9), (4, 64, VOCABULARIES[1], 50_264),
     ],
 )  # fmt: skip
 def test_ngrams(
@@ -371,13 +373,13 @@ def test_ngrams_of_length_n(n: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_ngrams_outside_the_vocabulary(n: int) -> None:
-    ids = _ids(6, 40, 4) * 7 - 7  # -7, 0, 7, 14 of 12 tokens
+    ids = _ids(6, 40, 4) * 7 - 7  # -7, 0, 7, 14 with 12 tokens
     _check_ngrams(_randn(6, 12), ids, n)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_ngrams_ban_everything(n: int) -> None:
-    """All tokens banned, and scores that are infinite already, token 0 among them."""
+    """All tokens are banned, and some scores, including token 0's, are already infinite."""
     scores = _randn(4, 3)
     scores[0], scores[1, 0], scores[2, 0], scores[3] = -INF, -INF, INF, INF
     ids = torch.tensor([[0, 1, 2, 0, 2, 1, 0, 0, 1, 1, 2, 2, 0]] * 4)
@@ -394,7 +396,7 @@ def test_ngrams_beside_nan(n: int) -> None:
 
 
 def test_ngrams_over_nan() -> None:
-    """A banned token is -inf whatever its score was."""
+    """A banned token gets -inf, whatever its score was."""
     scores, ids = _randn(2, 8), torch.tensor([[1, 2, 1, 2, 1]] * 2)
     scores[:, 2] = torch.nan
     _check_ngrams(scores, ids, 2)
@@ -421,7 +423,7 @@ def test_ngrams_errors(n: int, rows: int, shown: str) -> None:
         ngram_block_(torch.zeros(2, 5), torch.zeros(rows, 4, dtype=torch.int64), n)
 
 
-# Attention of beams
+# Attention of beams.
 
 
 def _attention(
@@ -437,7 +439,7 @@ def _attention(
 def _check_attention(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float | None = None
 ) -> Tensor:
-    """Equal in float64; elsewhere the error is at most twice that of the reference, and a little; both ways."""
+    """Check both implementations: equal in fp64, else about twice the reference's error at most."""
     with patch.object(attention_module, "FEW", 10**9):
         _check_one_attention(
             query, keys, values, mask, softcap, blind=0.0 if softcap is None else torch.nan
@@ -454,7 +456,7 @@ def _check_one_attention(
     softcap: float | None,
     blind: float,
 ) -> Tensor:
-    """blind: what a beam gets that sees nothing."""
+    """Check attention; a beam that sees nothing gets `blind`."""
     scale = query.shape[-1] ** -0.5
     unmodified = _unmodified(query, keys, values, *([] if mask is None else [mask]))
     found = beam_attention(query, keys, values, mask, scale, softcap)
@@ -491,8 +493,8 @@ _DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize(
     ("b", "m", "h", "kv", "n", "d"),
     [
-        (1, 1, 1, 1, 1, 1), (2, 3, 4, 4, 7, 8), (3, 5, 6, 2, 33, 5), (1, 4, 8, 1, 129, 64), (5, 2, 3, 3, 1, 7),
-        (2, 1, 4, 2, 17, 16),
+        (1, 1, 1, 1, 1, 1), (2, 3, 4, 4, 7, 8), (3, 5, 6, 2, 33, 5), (1, 4, 8, 1, 129, 64),
+        (5, 2, 3, 3, 1, 7), (2, 1, 4, 2, 17, 16),
     ],
 )  # fmt: skip
 def test_attention(
@@ -530,7 +532,7 @@ def test_attention_at_once(
     b: int, m: int, h: int, kv: int, n: int, dtype: torch.dtype, intel: bool, elsewhere: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """When torch's own attention computes all of it; how it does is what `FEW` above makes certain."""
+    """Check when torch's own attention runs; the tests above choose by setting `FEW`."""
     query, keys, values = _attention(b, m, h, kv, n, 8, dtype)
     found: list[Tensor] = []
     for on_intel, expected in ((True, intel), (False, elsewhere)):
@@ -558,7 +560,7 @@ def test_attention_is_the_toolkits() -> None:
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_attention_masked_rows(dtype: torch.dtype) -> None:
-    """A beam that sees nothing: NaN or 0 under -inf, the mean of the values under the lowest number."""
+    """A beam that sees nothing gets NaN or 0; if masked by the lowest number, the values' mean."""
     query, keys, values = _attention(2, 3, 4, 2, 9, 8, dtype)
     mask = torch.zeros(2, 1, 3, 9, dtype=dtype)
     mask[1, :, 2] = -INF
@@ -589,7 +591,7 @@ def test_attention_strided(dtype: torch.dtype) -> None:
 
 
 def test_attention_does_not_see_what_is_masked() -> None:
-    """Slots that a beam does not see may hold anything finite."""
+    """Slots that a beam does not see may hold any finite value."""
     query, keys, values = _attention(2, 3, 4, 4, 9, 8, torch.float64)
     mask = torch.zeros(2, 1, 3, 9, dtype=torch.float64)
     mask[..., 5:] = -INF
@@ -609,7 +611,7 @@ def test_attention_errors(query: tuple[int, ...], keys: tuple[int, ...]) -> None
         beam_attention(torch.zeros(query), torch.zeros(keys), torch.zeros(keys), None, 1.0)
 
 
-# Linear layers
+# Linear layers.
 
 needs_onednn = pytest.mark.skipif(
     bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used"
@@ -627,7 +629,7 @@ def _in_fp64() -> Iterator[None]:
 
 
 def _forms(weight: Tensor) -> list[linear_ops.Packed]:
-    """A weight in each of the forms that `linear` takes."""
+    """Return a weight in each of the forms that `linear` accepts."""
     forms = [
         weight,
         linear_ops.pack(weight),
@@ -657,8 +659,9 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 @pytest.mark.parametrize(
     ("lead", "k", "n"),
     [
-        ((1,), 1, 1), ((1,), 7, 5), ((3,), 33, 129), ((2, 1), 320, 320), ((17,), 321, 319), ((4, 5, 3), 96, 100),
-        ((130,), 64, 64), ((4, 1), 64, VOCABULARIES[0]), ((3,), 31, VOCABULARIES[1]), ((), 16, 8),
+        ((1,), 1, 1), ((1,), 7, 5), ((3,), 33, 129), ((2, 1), 320, 320), ((17,), 321, 319),
+        ((4, 5, 3), 96, 100), ((130,), 64, 64), ((4, 1), 64, VOCABULARIES[0]),
+        ((3,), 31, VOCABULARIES[1]), ((), 16, 8),
     ],
 )  # fmt: skip
 def test_linear(lead: tuple[int, ...], k: int, n: int, with_bias: bool) -> None:
@@ -667,13 +670,13 @@ def test_linear(lead: tuple[int, ...], k: int, n: int, with_bias: bool) -> None:
 
 @needs_onednn
 def test_linear_strided() -> None:
-    """x and the weight; of the bias see below."""
+    """x and the weight are strided; see below for the bias."""
     weight, bias = _randn(48, 32, seed=1), _randn(48, seed=2)
     _check_linear(_randn(6, 64)[:, ::2], weight, bias)
     _check_linear(_randn(32, 6).t(), weight, bias)
     _check_linear(_randn(6, 9, 32)[:, -1], weight, bias)
     _check_linear(_randn(1, 32).expand(6, 32), weight, bias)
-    _check_linear(_randn(6, 32), _randn(32, 48).t(), bias)  # as GPT-2's Conv1D
+    _check_linear(_randn(6, 32), _randn(32, 48).t(), bias)  # like GPT-2's Conv1D
     _check_linear(_randn(6, 32), _randn(96, 64)[::2, ::2], bias)
 
 
@@ -686,7 +689,7 @@ def test_linear_strided_bias(kind: str) -> None:
 
 @needs_onednn
 def test_linear_special_values() -> None:
-    """NaN and infinity spread as they do in torch's own product."""
+    """NaN and infinity propagate as in torch's own product."""
     x, weight = _randn(4, 32), _randn(48, 32, seed=1)
     x[0, 3], x[1, 4] = torch.nan, INF
     for form in _forms(weight):
@@ -698,7 +701,10 @@ def test_linear_special_values() -> None:
 @needs_mkl
 @pytest.mark.parametrize("rows", [1, 3, 16, 100, 128, 129, 400])
 def test_linear_by_mkl_with_what_comes_behind(rows: int) -> None:
-    """Whatever number of rows the weight is laid out for, and whether x is longer or shorter than that."""
+    """MKL adds a residual or an activation, for weights packed for any number of rows.
+
+    x may have more or fewer rows than that.
+    """
     x, weight, bias, residual = (
         _randn(rows, 96),
         _randn(200, 96, seed=1),
@@ -721,7 +727,7 @@ def test_linear_by_mkl_with_what_comes_behind(rows: int) -> None:
 
 @needs_mkl
 def test_rows_that_mkl_lays_out_for(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 where 128 would have MKL share the rows out among threads, too."""
+    """Pack for 64 rows where packing for 128 would have MKL share the rows among threads."""
     monkeypatch.setattr(processor, "on_intel", lambda: True)
     laid_out: list[int] = []
     monkeypatch.setattr(linear_ops, "_pack_for_mkl", lambda _, rows: laid_out.append(rows))
@@ -740,7 +746,8 @@ def test_rows_that_mkl_lays_out_for(by_torch_alone: None, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("around", [
-    lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"), torch.inference_mode, _in_fp64,
+    lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"),
+    torch.inference_mode, _in_fp64,
 ])  # fmt: skip
 def test_what_a_torch_has_does_not_depend_on_who_asks_first(around: Callable[[], Any]) -> None:
     before = [linear_ops.unusable(library) for library in ("mkl", "onednn", "plain")]
@@ -763,7 +770,10 @@ def test_useful_rows(by_torch_alone: None) -> None:
 
 @pytest.mark.parametrize("variant", ["avx2", "avx512"])
 def test_weights_that_are_packed_for_c(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that fill their panels, from a number of rows on, and small ones that do not, for steps alone."""
+    """Pack weights that fill their panels from a number of rows on.
+
+    Small ones that do not fill them are packed for decode steps only.
+    """
     try:
         by = native.load(variant)
     except OSError as error:
@@ -772,8 +782,10 @@ def test_weights_that_are_packed_for_c(variant: str, monkeypatch: pytest.MonkeyP
     wide = variant == "avx512"
     shapes = {
         (64, 64): (True, 16), (128, 128): (True, 2), (256, 256): (True, 1), (48, 64): (True, 16),
-        (16, 64): (True, None if wide else 16), (15, 512): (False, None if linear_ops.by_mkl() else 0),
-        (16, 4096): (not wide, 0 if wide else 1), (66, 1024): (not wide, 0 if wide else 1), (32000, 512): (True, 1),
+        (16, 64): (True, None if wide else 16),
+        (15, 512): (False, None if linear_ops.by_mkl() else 0),
+        (16, 4096): (not wide, 0 if wide else 1), (66, 1024): (not wide, 0 if wide else 1),
+        (32000, 512): (True, 1),
     }  # fmt: skip
     for shape, (in_panels, least) in shapes.items():
         assert (linear_ops.native_for(*shape) is by) == in_panels, shape
@@ -811,7 +823,7 @@ def test_useful_rows_on_zen5(by_torch_alone: None, monkeypatch: pytest.MonkeyPat
 def test_processors(
     name: str, has: bool, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # what tests are told
+    monkeypatch.undo()  # undoes the fixture's choice of a processor
     monkeypatch.setattr(
         torch.cpu, "get_capabilities", lambda: {"cpu_name": name, "avx512_vp2intersect": has}
     )
@@ -828,9 +840,18 @@ def test_processors(
 @needs_mkl
 def test_useful_rows_by_mkl(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "on_intel", lambda: True)
-    shapes = {(128, 128): (64, 256), (256, 128): (16, 256), (256, 256): (16, 256), (768, 768): (16, 256),
-              (4096, 1024): (4, 512), (192, 768): (16, 256), (300, 1000): (16, 256), (320, 2048): (16, 512),
-              (1024, 4096): (8, 512), (96, 1024): (16, 256)}  # fmt: skip
+    shapes = {
+        (128, 128): (64, 256),
+        (256, 128): (16, 256),
+        (256, 256): (16, 256),
+        (768, 768): (16, 256),
+        (4096, 1024): (4, 512),
+        (192, 768): (16, 256),
+        (300, 1000): (16, 256),
+        (320, 2048): (16, 512),
+        (1024, 4096): (8, 512),
+        (96, 1024): (16, 256),
+    }
     assert {
         shape: (rows[0], rows[-1]) for shape in shapes if (rows := linear_ops.useful_rows(*shape))
     } == shapes
@@ -861,10 +882,10 @@ def test_who_packs_where_both_can(by_torch_alone: None, monkeypatch: pytest.Monk
 @needs_onednn
 @pytest.mark.parametrize(("rows", "n"), [(1, 8), (64, 8), (65, 8), (200, 40), (3, 50_264)])
 def test_linear_into(rows: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By chunks of rows, the last one smaller; every element is written."""
+    """Every element is written, in chunks of rows of which the last one is smaller."""
     monkeypatch.setattr(linear_ops, "CHUNK", 4096)
     x, weight, bias = _randn(2, rows, 48)[:, ::1], _randn(n, 48, seed=1), _randn(n, seed=2)
-    for form in _forms(weight)[:4]:  # but of those of MKL's
+    for form in _forms(weight)[:4]:  # without those of MKL
         y = torch.full((2, rows, n), torch.nan)
         linear_ops.linear_into(y, x, form, bias)
         torch.testing.assert_close(y, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
@@ -887,14 +908,14 @@ def test_a_plain_weight_is_torchs_own_where_that_is_mkl(
     assert torch.equal(y, expected.relu())
 
 
-# Activation functions
+# Activation functions.
 
 
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 5, 7), (64, 129)])
 def test_activation(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Bit for bit, and in the memory of the input, strided too."""
+    """The result is bit-identical and in place, for strided inputs too."""
     for x in (_randn(*shape, dtype=dtype) * 4, _randn(*shape, 2, dtype=dtype)[..., 0]):
         wanted = activation_reference(x, kind)
         found = activation_(x, kind)
@@ -907,7 +928,7 @@ def test_activation(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> No
     "shape", [(1, 1280), (4, 3, 14), (16, 1024), (16, 1025), (3, 5), (2, 4, 4)]
 )
 def test_few_values_of_gelu(shape: tuple[int, ...]) -> None:
-    """In place, and as near to what is right as torch's."""
+    """GELU of few values runs in place, with an error no larger than torch's."""
     x = _randn(*shape) * 3
     wanted, torchs = F.gelu(x.double()), F.gelu(x)
     found = activation_(x, "gelu", exactly=False)
@@ -927,14 +948,14 @@ def test_activation_special_values(kind: str) -> None:
 
 KINDS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
-    "silu": "silu", "swish": "silu",
+    "gelu_accurate": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu", "silu": "silu", "swish": "silu",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(ACT2FN))
 def test_kind_of_an_activation(name: str) -> None:
-    """All that transformers has: ours are known by their values, the others are taken for nothing else."""
+    """Of all activations in transformers, exactly the supported ones are recognised, by value."""
     if name == "xielu":
         pytest.skip("has parameters of its own")
     assert kind_of(ACT2FN[name]) == KINDS.get(name)
@@ -946,14 +967,14 @@ def test_kind_of_other_functions() -> None:
     assert kind_of(lambda x: F.relu(x).double()) is None
 
 
-# Tables of a beam search
+# Tables of a beam search.
 
 
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 7])
 @pytest.mark.parametrize(("m", "c"), [(1, 1), (4, 1), (3, 3), (9, 2)])
 def test_extended_rows(m: int, c: int, steps: int, counted: bool) -> None:
-    """Every row is that of its parent, and behind it what it gets itself."""
+    """Every row is its parent's, followed by its own newest values."""
     generator = torch.Generator().manual_seed(m)
     parents = torch.randint(0, m, (2, m), generator=generator)
     rows, newest = torch.randn(2, m, 5 + (steps + 2) * c, generator=generator), torch.randn(2, m, c)
@@ -970,12 +991,13 @@ def test_extended_rows(m: int, c: int, steps: int, counted: bool) -> None:
 @pytest.mark.parametrize("steps", [0, 1, 7])
 @pytest.mark.parametrize(("m", "k"), [(1, 2), (4, 8), (3, 9)])
 def test_finished_rows(m: int, k: int, steps: int, counted: bool) -> None:
-    """A row is one that had finished, or a running one and the token it ends with."""
+    """A row is a finished one, or a running one followed by its end token."""
     generator = torch.Generator().manual_seed(m)
     finished, running = (
         torch.randint(0, 99, (2, m, 5 + steps + 2), generator=generator) for _ in range(2)
     )
-    running[:, :, 5 + steps :] = finished[:, :, 5 + steps :] = 1  # as their tails are filled
+    # The tails are filled in the same way.
+    running[:, :, 5 + steps :] = finished[:, :, 5 + steps :] = 1
     beams, tokens = (torch.randint(0, m, (2, k), generator=generator) for _ in range(2))
     order = torch.stack([torch.randperm(m + k, generator=generator)[:m] for _ in range(2)])
     before, end = finished.clone(), 5 + steps

@@ -1,6 +1,6 @@
-"""The operations in C under AddressSanitizer and UndefinedBehaviorSanitizer, in processes of their own.
+"""Operations in C under AddressSanitizer and UndefinedBehaviorSanitizer, in separate processes.
 
-`make sanitize` runs more of the same.
+`make sanitize` runs more rounds of the same.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The libraries with sanitizers."""
+    """Return a folder of libraries built with sanitizers."""
     made = tmp_path_factory.mktemp("sanitized") / "lib"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", "gcc")
@@ -44,7 +44,7 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 )
 @pytest.mark.slow
 def test_a_wrong_call_is_found(folder: Path, kind: str, message: str) -> None:
-    """A row more than there is, and an address between two numbers."""
+    """One row too many, and a misaligned address."""
     done = _run(folder, "--wrong", kind)
     assert done.returncode != 0
     assert message in done.stderr
@@ -59,7 +59,7 @@ def test_odd_shapes(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_tests_of_operations_and_steps(folder: Path) -> None:
-    """Those of what a search does between two steps, of as many rows as there may be, and of fairseq's models."""
+    """Run the tests of search operations, of the largest number of rows, and of fairseq."""
     chosen = "not test_in_c or test_many_beams_and_heads or (test_fairseq and (bart or prenorm))"
     done = _run(
         folder,

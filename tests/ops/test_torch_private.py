@@ -1,4 +1,4 @@
-"""Private operators of torch: where one is not what it was, the next product runs, with a reason."""
+"""torch's private operators: if one changes, the next product runs, with a reason."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ CHANGES = {
     "computes something else": "differs from torch.nn.functional.linear",
     "raises": "fails: unsupported",
 }
-"""What becomes of an operator, and what the reason says."""
+"""Changes to an operator, and the fallback reason that each one leads to."""
 
 pytestmark = pytest.mark.skipif(
     bool(linear_ops.unusable("onednn") or linear_ops.unusable("mkl")),
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
-    """What is known of operators is found once more, and forgotten."""
+    """Clear what is cached about operators, before and after each test."""
     caches: Any = (
         torch_private.operator,
         linear_ops.unusable,
@@ -56,7 +56,7 @@ def _anew() -> Iterator[None]:
 
 @pytest.fixture(params=CHANGES)
 def change(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Changes the operator of a schema, and returns what the reason says."""
+    """Return a function that changes a schema's operator and returns the expected reason."""
 
     def apply(schema: str) -> str:
         own, name = torch_private.operator(schema), schema.partition("(")[0]
@@ -94,7 +94,7 @@ def _unsupported(*_: Any) -> Tensor:
 
 
 def _check_product(net: nn.Module, packs: bool, exactly: bool) -> None:
-    """What a routed net computes is what it computes by itself, with a packed weight or without."""
+    """Assert that a routed net computes what it computes without routes, packed or not."""
     x = torch.randn(64, 320, generator=torch.Generator().manual_seed(1))
     with torch.no_grad(), packed_weights.packing_at_once():
         with routes.routed(net):
@@ -172,7 +172,7 @@ def test_products_are_torchs_own_without_mkl_on_intel(
 def test_mkl_packs_every_weight_on_intel_without_onednn(
     net: nn.Module, change: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those that have gelu behind them, which oneDNN would pack."""
+    """This includes weights followed by gelu, which oneDNN would otherwise pack."""
     monkeypatch.setattr(processor, "on_intel", lambda: True)
     said = change(PACK)
     assert linears.reason_off(net) is None

@@ -1,4 +1,4 @@
-"""The documentation says what the code does: its tables, names, commands and examples."""
+"""The documentation matches the code: its tables, names, commands and examples."""
 
 import importlib.util
 import inspect
@@ -27,7 +27,7 @@ FRONT += sorted((ROOT / "examples").rglob("README.md"))
 
 
 def hook(name: str) -> ModuleType:
-    """A file of docs/hooks, which is no package."""
+    """Import a file of docs/hooks, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -63,8 +63,8 @@ def test_a_table_that_is_out_of_date_is_made_anew() -> None:
     text = "before\n<!-- table: variables -->\n| old |\n<!-- end of table -->\nafter\n"
     new = tables.filled(text)
     assert (
-        new
-        == f"before\n<!-- table: variables -->\n\n{tables.variables()}\n\n<!-- end of table -->\nafter\n"
+        new == f"before\n<!-- table: variables -->\n\n{tables.variables()}\n\n"
+        "<!-- end of table -->\nafter\n"
     )
     assert "| old |" not in new
     with pytest.raises(KeyError, match="nothing"):
@@ -103,7 +103,7 @@ def test_supported_versions_are_those_of_the_guards() -> None:
 
 
 def recipe(target: str, *variables: str) -> str:
-    """The commands that make would run for a target, in an environment that needs nothing."""
+    """Return the commands that make would run for a target, if the environment is ready."""
     command = [
         "make",
         "--dry-run",

@@ -1,4 +1,4 @@
-"""Messages about missing packages name what pip is to install: their own distributions, as pyproject.toml has them."""
+"""Messages about missing packages name the distributions to install, as in pyproject.toml."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 FOREIGN = re.compile(r"pip install [^\n]*\bfastgen\b(?!-nlp)|\bfastgen\[[a-z]")
-"""Text that makes pip fetch the project that is called fastgen on the package index, which is another one."""
+"""Text that makes pip fetch another project, which is called fastgen on the package index."""
 
 
 @pytest.mark.parametrize(

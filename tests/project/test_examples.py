@@ -1,4 +1,4 @@
-"""The scripts of examples/, run as a user runs them: the same translations without fastgen, and fastgen did run."""
+"""The scripts of examples/, run as a user runs them: same output, and fastgen did run."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.support.processes import python
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
-# Runs a script, or the cells of a notebook, and writes what `status` then says.
+# Run a script, or the cells of a notebook, and write the resulting `status`.
 RUN = """
 import json, runpy, sys
 script, report = sys.argv[1:]
@@ -33,7 +33,7 @@ json.dump(fastgen.status().to_dict(), open(report, "w"))
 """
 
 
-# Without what mends it fairseq cannot be imported.
+# Without the compatibility fixes, fairseq cannot be imported.
 FAIRSEQ_ALONE = ("FASTGEN", "compat")
 BY_MODULES = (
     "decode steps run through the model's own modules: a peft.Linear in place of a linear layer"
@@ -42,17 +42,18 @@ BY_MODULES = (
 
 @dataclass(frozen=True)
 class Example:
-    """What a script is to show.
+    """The expected behaviour of a script.
 
     Attributes:
-        needs: modules beside transformers.
-        lines: how many of translations, or other texts, it prints first.
-        like: the script that prints the same translations, and is run unpatched.
-        unpatched: the variable that leaves fastgen out of it.
-        more: how the line behind these begins; empty where there is none.
-        patch, hits: whose calls are counted, and how many fastgen serves.
-        left_off: calls in which something is left off, by reason.
-        settings: variables that make it shorter.
+        needs: modules besides transformers.
+        lines: number of translations, or other texts, that it prints first.
+        like: the script that prints the same texts and is run unpatched.
+        unpatched: the variable, with its value, that disables fastgen in it.
+        more: start of the line that follows, or empty if there is none.
+        patch: the patch whose calls are counted.
+        hits: number of calls that fastgen serves.
+        left_off: number of calls with disabled features, by reason.
+        settings: variables that shorten the run.
     """
 
     needs: tuple[str, ...] = ()
@@ -86,11 +87,11 @@ EXAMPLES = {
     ),
 }
 HELPERS = {"tiny_model.py"}
-"""What others import."""
+"""Modules that the scripts import."""
 
 
 class Ran(NamedTuple):
-    """What a script printed before fastgen's tables, and what `status` said after it."""
+    """What a script prints before fastgen's tables, and its `status`."""
 
     lines: list[str]
     status: dict[str, Any]
@@ -111,7 +112,7 @@ def _run(name: str, folder: Path, variables: dict[str, str]) -> Ran:
 
 @pytest.fixture(scope="module")
 def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Example], Ran]:
-    """Runs the script that an example is like without fastgen, once for all examples like it."""
+    """Return a function that runs, once and without fastgen, the script that an example is like."""
     runs: dict[str, Ran] = {}
 
     def run(example: Example) -> Ran:
@@ -127,9 +128,8 @@ def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Example], R
 
 
 def _sum(status: dict[str, Any], what: str) -> dict[str, int]:
-    rows = [
-        row for row in status["rows"] if row["name"] != "transformers.source"
-    ]  # by how much padding there is
+    # Its counts depend on the amount of padding.
+    rows = [row for row in status["rows"] if row["name"] != "transformers.source"]
     return {reason: count for row in rows for reason, count in row[what].items()}
 
 
@@ -156,7 +156,7 @@ def test_example(name: str, tmp_path: Path, unpatched: Callable[[Example], Ran])
 
 
 def test_the_notebook_holds_its_outputs() -> None:
-    """Whoever reads it without running it sees what every cell prints, and nothing of the machine it ran on."""
+    """The notebook shows the output of every cell, and nothing about the machine that ran it."""
     text = (FOLDER / "quickstart.ipynb").read_text("utf-8")
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))

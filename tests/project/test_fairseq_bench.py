@@ -1,4 +1,4 @@
-"""The benchmark cases of fairseq's generator, at toy size: what counts as the same output, in half precision too."""
+"""fairseq's benchmark cases at toy size: which outputs count as equal, in half precision too."""
 
 import json
 import re
@@ -81,7 +81,10 @@ def test_a_token_that_the_search_had_no_reason_to_take(agreement: FairseqAgreeme
 def test_hypotheses_that_change_places(
     agreement: FairseqAgreement, apart: float, equal: bool
 ) -> None:
-    """A near tie, or not, by their scores: the search itself decided clearly."""
+    """Hypotheses that swap places are a near tie if their scores nearly tie.
+
+    The decisions of the search itself are clear.
+    """
     stock, other = found_by(agreement), found_by(agreement)
     other[2][:2] = other[2][1::-1]
     stock[2][1]["score"] = stock[2][0]["score"] - apart
@@ -94,7 +97,7 @@ def test_hypotheses_that_change_places(
 def test_a_decision_that_rounding_turns(
     agreement: FairseqAgreement, gap: float, equal: bool
 ) -> None:
-    """The first word of a sentence: the last that is kept and the first that is not are so far apart."""
+    """For a sentence's first word, the last kept and the first dropped score are `gap` apart."""
     stock, other = found_by(agreement), found_by(agreement)
     (first,) = {len(step) for step in agreement._steps()[0]}
     scores = agreement._steps()[0][0][0]
@@ -106,7 +109,7 @@ def test_a_decision_that_rounding_turns(
 
 @pytest.mark.slow
 def test_texts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that differ are told apart by the tokens and a replay, whatever the post-processing has made of them."""
+    """The tokens and a replay tell differing texts apart, whatever post-processing did to them."""
     case = CASES["fairseq_command"].tiny()
     fairseq_command.prepare(tmp_path, EXAMPLE, 12, 5)
     words = fairseq_command.arguments(tmp_path, case, "cpu")
@@ -115,9 +118,8 @@ def test_texts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert agreement(stock, stock).equal
     ours = re.sub(r"^(H-3\t.*\t).*", r"\1text", stock, flags=re.MULTILINE)
     found = agreement(stock, ours)
-    assert (
-        not found.equal
-    )  # for the other run has these tokens too, which fairseq's search has kept clearly
+    # The other run has these tokens too, and fairseq's search has clearly kept them.
+    assert not found.equal
     assert found.note.startswith("1 translations differ, largest margin ")
     agreement._known.clear()
     monkeypatch.setitem(NEAR_TIE, torch.float32, 1e9)

@@ -1,4 +1,4 @@
-"""`make gpu`: what hangs, dies or runs out of memory loses neither what came before it nor what comes after it."""
+"""`make gpu`: a stage that hangs, dies or runs out of memory affects no other stage's results."""
 
 import importlib.util
 import json
@@ -15,7 +15,10 @@ from benchmarks import gpu, ops, run
 from benchmarks.gpu import PARTS, Run, Stage
 
 ROOT = Path(__file__).parents[2]
-_WRITES = "import json, sys; json.dump({{'kind': 'ops', 'result': {{'first': 1}}}}, open('{out}/%s.json', 'w'));"
+_WRITES = (
+    "import json, sys; json.dump({{'kind': 'ops', 'result': {{'first': 1}}}}, "
+    "open('{out}/%s.json', 'w'));"
+)
 
 
 def _stage(name: str, then: str = "", seconds: float = 60.0, **how: Any) -> Stage:
@@ -93,7 +96,10 @@ def _is_gone(pid: int) -> bool:
 def test_a_result_is_written_as_soon_as_it_is_known(tmp_path):
     """The stage ends only once its first result has been appended."""
     lines = tmp_path / "out/results.jsonl"
-    waits = f"import pathlib, time\nwhile 'first' not in pathlib.Path('{lines}').read_text(): time.sleep(0.05)\n"
+    waits = (
+        f"import pathlib, time\nwhile 'first' not in pathlib.Path('{lines}').read_text(): "
+        "time.sleep(0.05)\n"
+    )
     well, _ = _ran(tmp_path / "out", tmp_path / "work", _stage("waits", waits))
     assert well
 
@@ -128,7 +134,7 @@ def test_an_interrupt_ends_the_stage(tmp_path, monkeypatch):
         ]
 
     def interrupted(*_: Any) -> None:
-        if numbers():  # the process runs
+        if numbers():  # the process has started
             raise KeyboardInterrupt
 
     monkeypatch.setattr(found, "_take", interrupted)
@@ -167,7 +173,7 @@ def test_ten_minutes(part):
     "stage", [stage for part in PARTS.values() for stage in part], ids=lambda stage: stage.name
 )
 def test_what_a_stage_runs_is_there(stage, tmp_path, capsys):
-    """Its cases, operations and files, as the programs read them."""
+    """The cases, operations and files of a stage exist."""
     _, _, module, *arguments = stage.arguments("cpu", "tiny", tmp_path)[
         len(shlex.split(stage.tool)) :
     ]
@@ -192,7 +198,7 @@ def test_an_unknown_stage(capsys):
 
 @pytest.mark.slow
 def test_the_first_part_at_tiny_size(tmp_path):
-    """The stages themselves, on a CPU: those that look closely, and whole calls."""
+    """Run stages of every kind on a CPU: those that inspect steps, and whole calls."""
     stages = ["machine", "smoke", "calls", "graphs", "greedy"]
     arguments = ["--device", "cpu", "--scale", "tiny", "--deadline", "900", "--out", str(tmp_path)]
     status = gpu.main(["--part", "1", "--stage", *stages, *arguments])

@@ -1,4 +1,4 @@
-"""The source distribution and the wheels, with and without C: what they hold, and that they run."""
+"""The source distribution and the wheels, with and without C: their contents, and that they run."""
 
 import os
 import platform
@@ -28,16 +28,18 @@ COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
 class Source(NamedTuple):
-    """A source distribution, and the folder that it was unpacked into."""
+    """A source distribution, and the folder where it is unpacked."""
 
     archive: Path
     folder: Path
 
 
 def environment(path: Path | None = None, **more: str) -> dict[str, str]:
-    """Return this process's variables, less those that say how fastgen is built or found.
+    """Return this process's environment, without variables that affect fastgen's build or import.
 
-    path: the only folder where programs are looked for.
+    Args:
+        path: the only folder on PATH, or None to keep PATH.
+        more: additional variables.
     """
     kept = {
         name: value
@@ -48,7 +50,7 @@ def environment(path: Path | None = None, **more: str) -> dict[str, str]:
 
 
 def hatchling(target: str, source: Path, out: Path, variables: dict[str, str]) -> Path:
-    """Build a distribution as pip does, without a network, and return its file."""
+    """Build a distribution as pip does, without network access, and return its file."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
     done = subprocess.run(
         command, cwd=source, env=variables, capture_output=True, text=True, check=False
@@ -65,7 +67,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     (unpacked,) = folder.iterdir()
-    for name in build.VARIANTS:  # as in a checkout, where others have compiled
+    for name in build.VARIANTS:  # as in a checkout in which libraries were compiled
         (unpacked / LIBRARIES).mkdir(exist_ok=True)
         (unpacked / LIBRARIES / f"{name}.so").write_text("not what this wheel is made from")
     return Source(archive, unpacked)
@@ -73,14 +75,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 @pytest.fixture(scope="module")
 def without_c(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is made where there is no compiler."""
+    """Return the wheel that is built without a compiler."""
     nothing = tmp_path_factory.mktemp("no-programs")
     return hatchling("wheel", source.folder, tmp_path_factory.mktemp("pure"), environment(nothing))
 
 
 @pytest.fixture(scope="module")
 def with_c(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is made with a compiler. `-O0` compiles in a quarter of the time."""
+    """Return the wheel that is built with a compiler; `-O0` takes a quarter of the time."""
     if COMPILER is None or sys.platform != "linux" or platform.machine() != "x86_64":
         pytest.skip("needs a C compiler, on Linux on x86-64")
     compiler = tmp_path_factory.mktemp("compiler") / "compiler"
@@ -128,9 +130,8 @@ def test_the_source_distribution_is_whole(source: Source) -> None:
 def test_a_wheel_holds_the_package(without_c: Path) -> None:
     files = contents(without_c)
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fastgen").rglob("*.py")}
-    sources = {
-        f"fastgen/ops/native/{file}" for file in build.SOURCES
-    }  # the libraries' fingerprint is made of them
+    # The libraries' fingerprint is computed from the sources.
+    sources = {f"fastgen/ops/native/{file}" for file in build.SOURCES}
     info = f"fastgen_nlp-{fastgen.__version__}.dist-info"
     written = {
         f"{info}/{name}"
@@ -166,12 +167,12 @@ def test_a_wheel_with_c_is_for_this_platform_and_all_versions(source: Source, wi
     assert found == {f"{LIBRARIES}{name}.so" for name in build.VARIANTS}
     with ZipFile(with_c) as opened:
         assert all(opened.read(path).startswith(b"\x7fELF") for path in found)
-    for path in found:  # a checkout keeps what it had
+    for path in found:  # the checkout's own libraries are unchanged
         assert (source.folder / path).read_text() == "not what this wheel is made from"
 
 
 def test_libraries_are_for_instructions_that_are_asked_for() -> None:
-    """They run on another processor than that of the machine that compiled them."""
+    """Libraries also run on other processors than the one that compiled them."""
     for flag in (*build.FLAGS, *(flag for flags in build.VARIANTS.values() for flag in flags)):
         assert not re.match(r"-m(arch|cpu|tune)\b", flag), flag
 
@@ -229,8 +230,8 @@ def test_an_installed_wheel_generates(
     run = ["-P", str(ROOT / "tests" / "installed.py"), expected]
     for arguments, more in (([*pip, str(file)], {}), (run, {"PYTHONPATH": str(site)})):
         done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=environment(nothing, **more), capture_output=True,
-            text=True, check=False,
+            [sys.executable, *arguments], cwd=tmp_path, env=environment(nothing, **more),
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     assert f"in {site / 'fastgen'}: same output" in done.stdout

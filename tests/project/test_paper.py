@@ -1,4 +1,4 @@
-"""The measurements of the papers' tables, at toy size: made, drawn and shown, and no speed without equal outputs."""
+"""The papers' tables at toy size: measured, plotted and shown, with no speed on a mismatch."""
 
 import json
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def test_no_speed_where_outputs_differ(
 def test_features_are_switched_on_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each line of the table is a run with its own variables; one whose output differs has no speed."""
+    """Each line is a run with its own variables; no speed is shown if outputs differ."""
     ran: list[tuple[str, dict[str, str], str]] = []
 
     def run(name: str, *words: str, **variables: str) -> tuple[str, str]:
@@ -140,7 +140,8 @@ def test_a_pair_s_table_rests_on_its_results(
     assert rows["BiLD, aligned, no loss"][3] == "1.50x [1.50, 1.50]"
     assert rows["BiLD, aligned, 1 point"][3] == "1.90x [1.90, 1.90]"
     assert rows["BiLD, unaligned, no loss"][3] == "none"
-    # Weights for a token: 6 * 8^2 + 2 * 8 * 8 + 8 * 20 = 672 of the large model, 6 * 4^2 + 2 * 4 * 4 + 80 = 208.
+    # Weights used per token: 6 * 8^2 + 2 * 8 * 8 + 8 * 20 = 672 in the large model, and 6 * 4^2 + 2
+    # * 4 * 4 + 80 = 208 in the small one.
     flops, moved = (672 * 100 + 208 * 90) / 67_200, (672 * 40 + 208 * 90) / 67_200
     shown = next(
         row for row in found["bild_figure8"]["result"]["rows"] if row[0] == "aligned, as good"

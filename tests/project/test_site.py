@@ -1,6 +1,6 @@
-"""The documentation's site: its links, what it loads, and how its pages look in a browser.
+"""The documentation's site: its links, the resources it loads, and its pages in a browser.
 
-The tests that open pages need Chromium. SCREENSHOTS=FOLDER keeps pictures of the main pages.
+The tests that open pages need Chromium. SCREENSHOTS=FOLDER keeps screenshots of the main pages.
 """
 
 import os
@@ -18,7 +18,7 @@ from tests.support.chromium import Chromium, found
 
 offline = hook("offline")
 WIDTHS = (1280, 390)
-"""A laptop's window and a telephone's, in CSS pixels."""
+"""Window widths of a laptop and a phone, in CSS pixels."""
 SHOWN = ("index", "performance", "supported", "api")
 NAMES = ["index" if page.stem == "README" else page.stem for page in PAGES]
 
@@ -78,10 +78,20 @@ def test_nothing_of_a_page_is_cut_off(name: str, site: Path, browser: Chromium) 
     ("body", "complaint"),
     [
         ('<p style="width: 500px">wide</p>', "the page is 500 wide"),
-        ('<p style="position: fixed; left: 300px; width: 200px">out</p>', "<p> out: beyond the window"),
+        (
+            '<p style="position: fixed; left: 300px; width: 200px">out</p>',
+            "<p> out: beyond the window",
+        ),
         ('<div style="overflow-x: hidden"><pre>%s</pre></div>', "<div> %s: cut off"),
-        ('<div style="overflow-x: auto"><pre>%s</pre></div>', "<div> %s: scrolls, and nothing shows it"),
-        ('<table style="width: 60px"><td><code style="word-break: break-all">module.function</code></table>',
+        (
+            '<div style="overflow-x: auto"><pre>%s</pre></div>',
+            "<div> %s: scrolls, and nothing shows it",
+        ),
+        (
+            (
+                '<table style="width: 60px"><td>'
+                '<code style="word-break: break-all">module.function</code></table>'
+            ),
          "<code> module.function: divided within a word"),
     ],
 )  # fmt: skip
@@ -102,7 +112,8 @@ def test_screenshots(site: Path, browser: Chromium) -> None:
             for dark in (False, True):
                 browser.open((site / f"{name}.html").as_uri(), width, dark)
                 browser.evaluate(LOOK)  # waits until the page is laid out
-                browser.evaluate("localStorage.clear()")  # the theme's choice of a scheme
+                # Removes the theme's choice of a colour scheme.
+                browser.evaluate("localStorage.clear()")
                 (folder / f"{name}-{width}{'-dark' * dark}.png").write_bytes(
                     browser.screenshot(4000)
                 )
@@ -160,7 +171,10 @@ def test_what_a_page_loads_is_found(page: str, found: str) -> None:
     [
         '<a href="https://a.example">a link</a>',
         '<link rel="canonical" href="https://a.example">',
-        '<script src="assets/x.js"></script><img src="../x.png"><link rel="stylesheet" href="x.css">',
+        (
+            '<script src="assets/x.js"></script><img src="../x.png">'
+            '<link rel="stylesheet" href="x.css">'
+        ),
         "<style>p { background: url(x.png) }</style><p>url(https://a.example)</p>",
     ],
 )

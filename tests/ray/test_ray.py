@@ -1,4 +1,4 @@
-"""Ray Data: batches of every kind, and whole runs on a cluster of two machines, of which one is lost."""
+"""Ray Data: batches of every kind, and runs on a cluster of two machines, one of which dies."""
 
 import gzip
 import json
@@ -173,9 +173,8 @@ def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
     alone = [one for one in TextGenerator(scored)(TEXTS[:8], first) if isinstance(one, Output)]
     with pytest.raises(CommandError, match="row 4: there is no text"):
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
-    assert [file.name for file in tmp_path.iterdir()] == [
-        "in.parquet"
-    ]  # neither an output nor a part of it
+    # There is neither an output nor a part of one.
+    assert [file.name for file in tmp_path.iterdir()] == ["in.parquet"]
     with pytest.raises(
         CommandError, match="there is no column 'token', but 'id', 'source', 'first'"
     ):
@@ -209,7 +208,7 @@ def test_formats_and_problems(cluster: Cluster, tmp_path: Path) -> None:
     several = replace(scored_no_more, generation=GENERATION)
     with pytest.raises(CommandError, match="--n-best: txt has no place for several outputs here"):
         engine.run(several, output=str(tmp_path / "more"), output_format="txt", **run)
-    assert Tables(str(tmp_path / "out")).kind == "csv"  # a folder of outputs is an input
+    assert Tables(str(tmp_path / "out")).kind == "csv"  # a folder of outputs can be an input
     with pytest.raises(CommandError, match="holds files already"):
         engine.run(Options(**ARGUMENTS), output=str(tmp_path / "out"), **run)
 
@@ -258,7 +257,7 @@ def test_the_command(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFix
 def test_drafts_and_rows_that_differ(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both folders are told relative; a type and a field come late; a text is missing."""
+    """Model paths are relative; later rows add a type and a field; one text is missing."""
     rows = [
         {"score": 1},
         {"text": TEXTS[1], "score": 0.5},
@@ -322,7 +321,8 @@ def test_resources_that_no_machine_has(
         Connection(ours=False, alone=True).check(3, 1.0, 0.0)
     Connection(ours=False, alone=False).check(3, 1.0, 0.0)
     assert capsys.readouterr().err == ""
-    Connection(ours=False, alone=False).check(1, 1.5, 0.0)  # of two machines with one each
+    # The cluster has two machines with one processor each.
+    Connection(ours=False, alone=False).check(1, 1.5, 0.0)
     assert "no machine of the cluster has 1.5 processors and 0 GPUs now" in capsys.readouterr().err
 
 
@@ -367,7 +367,7 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
     cluster: Cluster, outputs: list[Output], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in").mkdir()
-    for part in range(2):  # of which the second's rows are numbered behind the first's
+    for part in range(2):  # rows of the second file are numbered after those of the first
         (tmp_path / f"in/{part}.txt").write_text(
             "".join(f"{text}\n" for text in TEXTS[part * 48 : part * 48 + 48])
         )
@@ -376,7 +376,7 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
     counted = engine._counted
 
     def models() -> list[str]:
-        """Where a model lives, once for each."""
+        """Return the node of each live model."""
         actors = ray._private.state.actors().values()
         alive = [
             one
@@ -387,19 +387,18 @@ def test_a_lost_machine_loses_no_row_and_doubles_none(
 
     def losing(*args: Any) -> Any:
         if not lost:
-            _wait(
-                lambda: node.node_id in models()
-            )  # the other may be the first to answer, long before
+            # The model on the other node may answer first, long before.
+            _wait(lambda: node.node_id in models())
             lost.append(models())
             cluster.remove_node(node, allow_graceful=False)
         return counted(*args)
 
     monkeypatch.setattr(engine, "_counted", losing)
     summary = engine.run(
-        Options(**ARGUMENTS), input=str(tmp_path / "in"), output=str(tmp_path / "out"), output_format="jsonl",
-        workers=(2, 2), cpus=1.0, rows=4, rows_per_file=40,
+        Options(**ARGUMENTS), input=str(tmp_path / "in"), output=str(tmp_path / "out"),
+        output_format="jsonl", workers=(2, 2), cpus=1.0, rows=4, rows_per_file=40,
     )  # fmt: skip
-    assert node.node_id in lost[0]  # one of the models was there, with blocks of its own
+    assert node.node_id in lost[0]  # a model on the node had blocks to process
     _wait(
         lambda: (
             [one["NodeID"] for one in ray.nodes() if one["Alive"]] == [cluster.head_node.node_id]
@@ -474,10 +473,9 @@ def test_what_cannot_be_run(
 
 
 def test_tables(tmp_path: Path) -> None:
-    """Rows in the order of the files' names, from every format."""
-    (tmp_path / "b.txt").write_bytes(
-        "\ufeffa\u2028b\r\n\n\x85c".encode()
-    )  # lines end at line feeds alone
+    """Rows come in the order of file names, from every format."""
+    # Only line feeds end lines.
+    (tmp_path / "b.txt").write_bytes("\ufeffa\u2028b\r\n\n\x85c".encode())
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"d\ne\n"))
     (tmp_path / "_SUCCESS").touch()
     found = list(Tables(str(tmp_path)).read(2))
@@ -556,6 +554,6 @@ def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path: Path) -> Non
         CommandError, match=f"holds files already.*the finished output is {second.scratch}"
     ):
         second.finish({})
-    second.discard()  # which leaves what is finished
+    second.discard()  # does not remove the finished output
     assert (Path(second.scratch) / "part-000000.txt").read_text() == "other\n"
     assert (tmp_path / "out/part-000000.txt").read_text() == "one two\n"

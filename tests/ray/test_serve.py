@@ -1,4 +1,4 @@
-"""Serving: requests are merged and each is answered as if it were alone; limits; a real server on a free port."""
+"""Serving: merged requests are answered as if alone; limits; a real server on a free port."""
 
 import asyncio
 import contextlib
@@ -40,8 +40,8 @@ MODEL = Path(__file__).parents[2] / "examples/en-es/model"
 TEXTS = (MODEL.parent / "test.en").read_text("utf-8").splitlines()[:24]
 GENERATION = {"num_beams": 2, "max_new_tokens": 24}
 LIMITS: dict[str, Any] = {
-    "max_source_tokens": 200, "max_new_tokens": 64, "max_beams": 4, "max_texts": 30, "max_waiting": 25,
-    "max_bytes": 20_000, "retry_after": 7,
+    "max_source_tokens": 200, "max_new_tokens": 64, "max_beams": 4, "max_texts": 30,
+    "max_waiting": 25, "max_bytes": 20_000, "retry_after": 7,
 }  # fmt: skip
 
 
@@ -82,7 +82,8 @@ def test_merged_requests_are_answered_as_if_alone(api: Api, alone: list[str]) ->
     assert [one["output"] for one in several.content["answers"]] == wide
     assert {answer.status for answer in answers} == {several.status} == {200}
     assert {answer.content["model"] for answer in answers} == {"en-es"}
-    assert (api.merger.batches, api.merger.generated) == (2, 23)  # one for each set of options
+    # One batch for each set of options.
+    assert (api.merger.batches, api.merger.generated) == (2, 23)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_limits(api: Api, body: dict[str, Any], status: int, shown: str) -> None
 def test_sequences_and_beams_of_model_settings_and_request(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in force together must fit, whoever said it."""
+    """Limits apply to the combination of all options, wherever each one comes from."""
 
     def status(**options: Any) -> int:
         return asyncio.run(_post(api, text="a", options=options)).status
@@ -148,7 +149,7 @@ def test_what_is_no_request(api: Api) -> None:
 
 
 def _fail_at(text: str, api: Api, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the model raise for each batch that holds a text."""
+    """Make the model raise for each batch that contains a text."""
     generate = api.generator.model.generate
     (source,) = api.generator.encode([text])
     assert isinstance(source, Source)
@@ -228,7 +229,7 @@ def test_who_leaves_frees_rows_of_a_batch_that_runs(
         def leave() -> None:
             for task in tasks[stays:]:
                 task.cancel()
-            loop.call_soon(left.set)  # when what they waited for is cancelled, too
+            loop.call_soon(left.set)  # once the tasks have been cancelled
 
         def stepped(self: DecoderStep, ids: Any, context: Any) -> Any:
             if isinstance(context, FirstToken):
@@ -256,7 +257,7 @@ def test_who_leaves_frees_rows_of_a_batch_that_runs(
 
 
 class _Model:
-    """Stands for a model: notes its batches, and waits until it may go on."""
+    """A stand-in for a model that records its batches and waits until it may go on."""
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
@@ -300,7 +301,7 @@ def test_batches_are_of_like_lengths_and_the_oldest_goes_first() -> None:
         model = _Model()
         merger = _merger(model)
         tasks = _submitted(merger, [1])
-        await _until(lambda: len(model.batches) == 1)  # it runs, and the next ones gather
+        await _until(lambda: len(model.batches) == 1)  # it runs, and the next requests queue up
         tasks += _submitted(merger, [4, 9, 5, 30, 3, 8])
         tasks += _submitted(merger, [4], "b")
         await asyncio.sleep(0)
@@ -321,7 +322,7 @@ def test_what_nobody_waits_for_is_not_generated() -> None:
         waiting = _submitted(merger, [2, 3, 4])
         await asyncio.sleep(0)
         waiting[1].cancel()
-        running[0].cancel()  # under way already: its answer is nobody's, which the model is told
+        running[0].cancel()  # already running: the model is told that nobody waits for it
         await asyncio.sleep(0)
         assert [model.wanted(i) for i in (0, 1)] == [False, True]
         model.may_go_on.set()
@@ -345,7 +346,7 @@ def test_a_full_queue_refuses_and_recovers() -> None:
         tasks += _submitted(merger, [2, 2])
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match="2 texts wait, 3 at most"):
-            await merger.submit([[7], [7]], "a")  # both or none
+            await merger.submit([[7], [7]], "a")  # both or neither
         model.may_go_on.set()
         assert [await task for task in tasks] == [["a1"], ["a2"], ["a2"]]
         assert await merger.submit([[7], [7]], "a") == ["a1", "a1"]
@@ -375,7 +376,7 @@ def _free_port() -> int:
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the server writes to standard error."""
+    """Return the file of the server's standard error."""
     return tmp_path_factory.mktemp("serve") / "log"
 
 
@@ -497,7 +498,7 @@ def test_metrics_and_access_log(server: str, log: Path) -> None:
         r"POST /generate 200 [\d.]+ms",
         r"GET /metrics 200 [\d.]+ms",
     ):
-        while not re.search(line, log.read_text()):  # Ray hands it on from the replica
+        while not re.search(line, log.read_text()):  # Ray forwards it from the replica
             assert time.monotonic() < end, log.read_text()[-2000:]
             time.sleep(0.1)
     assert not re.search(r"(GET|POST) / ", log.read_text())
@@ -511,7 +512,10 @@ def test_waiting_texts_of_a_client_that_leaves_are_dropped(server: str) -> None:
     }
 
     async def run() -> bool:
-        """Whether the client has left while its texts waited; on a slow machine they may not have come in time."""
+        """Return whether the client left while its texts were waiting.
+
+        On a slow machine they may not have arrived in time.
+        """
         async with httpx.AsyncClient(base_url=server, timeout=60) as client:
 
             async def texts() -> dict[str, int]:
@@ -545,7 +549,7 @@ def test_waiting_texts_of_a_client_that_leaves_are_dropped(server: str) -> None:
 
 @pytest.mark.slow
 def test_other_applications_of_a_cluster_are_left_alone() -> None:
-    """A second application beside another one, at paths of its own, which its end leaves running."""
+    """Start a second application at its own paths; the first one keeps running when it stops."""
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     settings = Settings(model=MODEL, dtype="float64", generation=GENERATION)
     port = _free_port()
@@ -564,9 +568,8 @@ def test_other_applications_of_a_cluster_are_left_alone() -> None:
             assert list(serve.status().applications) == ["other"]
             assert client.get("/other").text == "here"
     finally:
-        with contextlib.suppress(
-            ray.exceptions.RayActorError
-        ):  # the controller may be gone before it has answered
+        # The controller may be gone before it has answered.
+        with contextlib.suppress(ray.exceptions.RayActorError):
             serve.shutdown()
         ray.shutdown()
 
@@ -616,7 +619,7 @@ def test_a_missing_package_is_named(
 
 
 def test_serve_run_makes_the_settings_of_words() -> None:
-    """Ray Serve looks at the class that is annotated, which must not be its name in a string."""
+    """Ray Serve inspects the annotation, which must be the class rather than its name."""
     assert inspect.signature(app).parameters["settings"].annotation is Settings
     found = Settings(model=str(MODEL), cpus="2", append_eos="true", generation='{"num_beams": 4}')  # type: ignore[arg-type]
     assert (found.cpus, found.append_eos, found.generation) == (2.0, True, {"num_beams": 4})

@@ -1,4 +1,4 @@
-"""Streams of a server: pieces of text are the whole text, events are as documented, and batches are merged as ever."""
+"""Streaming: pieces add up to the text, events are as documented, and batches are merged."""
 
 import asyncio
 import json
@@ -25,8 +25,9 @@ from fastgen.ray.settings import Settings
 from tests.ray.test_serve import GENERATION, LIMITS, MODEL, TEXTS, _until
 
 TRICKY = [
-    "Return the list, won't you?", "¿Qué tal?  Dos  espacios.", "naïve café — ½ × 3 ≠ 1", "日本語のテキスト と 中文。",
-    "👩‍👩‍👧‍👦 family 🇪🇸 and 🎉🎉", "line\nbreaks\n\nand\ttabs", "it 's , . ! n't 've", "x" * 40 + " " + "ab " * 30,
+    "Return the list, won't you?", "¿Qué tal?  Dos  espacios.", "naïve café — ½ × 3 ≠ 1",
+    "日本語のテキスト と 中文。", "👩‍👩‍👧‍👦 family 🇪🇸 and 🎉🎉", "line\nbreaks\n\nand\ttabs",
+    "it 's , . ! n't 've", "x" * 40 + " " + "ab " * 30,
 ]  # fmt: skip
 
 
@@ -34,7 +35,7 @@ UNKNOWN = ["<unk>"]
 
 
 def _bytes() -> PreTrainedTokenizerFast:
-    """Tokens of one byte each, as GPT-2's of rare letters."""
+    """Return a tokenizer with one token per byte, like GPT-2's for rare characters."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made = tk.Tokenizer(
         models.BPE(vocab={c: i for i, c in enumerate(sorted(byte_level.alphabet()))}, merges=[])
@@ -73,7 +74,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize("cleans", [False, True])
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_pieces_are_the_text(kind: str, cleans: bool) -> None:
-    """Token by token, whatever the tokenizer: no broken letter, no lost space, nothing taken back."""
+    """For any tokenizer, pieces of single tokens are final and break no character or space."""
     tokenizer = TOKENIZERS[kind]()
 
     def decode(ids: list[int]) -> str:
@@ -104,7 +105,10 @@ def api() -> Api:
 
 
 def _run(api: Api, asked: Coroutine[Any, Any, Any]) -> Any:
-    """What is asked for. The event loop lasts until the last batch is over, as a stream may end before its batch."""
+    """Run a coroutine, and keep the event loop until the last batch ends.
+
+    A stream may end before its batch.
+    """
 
     async def run() -> Any:
         found = await asked
@@ -119,7 +123,7 @@ async def _call(api: Api, path: str = "/generate", **body: Any) -> Answer:
 
 
 async def _events(answer: Answer) -> list[Any]:
-    """What a stream sends, but its mark of the end."""
+    """Return the events of a stream, without the end marker."""
     assert isinstance(answer.content, AsyncIterator), answer
     events = [event async for event in answer.content]
     assert all(event.startswith("data: ") and event.endswith("\n\n") for event in events)
@@ -155,7 +159,7 @@ def test_streams_share_batches_with_others(api: Api, options: dict[str, Any]) ->
 def test_text_comes_before_the_batch_ends_and_a_finished_text_ends_its_stream(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The batch waits within a step until the first piece, and then the end of the short text, has been read."""
+    """A step waits until the first piece, and later the end of the short text, have been read."""
     step, steps = DecoderStep.__call__, 0
     reached, first, ended = threading.Event(), threading.Event(), threading.Event()
 

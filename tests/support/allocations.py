@@ -1,4 +1,4 @@
-"""What a function allocates: every tensor's memory, and what operators take besides, as torch's allocators see it."""
+"""Trace the memory that a function allocates, including the workspaces of operators."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass(frozen=True)
 class Allocations:
-    """What was taken from an allocator, and given back.
+    """Allocations that were observed while a function ran.
 
     Attributes:
-        peak: the most bytes that there were beside those of before.
+        peak: the largest number of bytes in use at once, beyond those in use before.
         sizes: bytes of each allocation, in order.
     """
 
@@ -21,7 +21,7 @@ class Allocations:
 
 
 def allocations(function: Callable[[], Any]) -> Allocations:
-    """Run a function on a CPU and follow torch's allocator, which oneDNN takes its memory from, too."""
+    """Run a function on a CPU and trace torch's allocator, which oneDNN uses too."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     events = cast(Any, profiler.profiler).kineto_results.events()

@@ -1,4 +1,4 @@
-"""Candidates of a step of beam search, as they may come."""
+"""Random states and candidates of a beam search step."""
 
 from typing import Any
 
@@ -16,7 +16,16 @@ LONGEST, PROMPT = 40, 7
 def choice(
     trial: int, beams: int, penalty: float, early: Any, device: str = "cpu", ends: int = 2
 ) -> tuple[BeamSearch, Candidates, int]:
-    """A search in some state, its candidates, best first, and how many new tokens they have; trial: of any number."""
+    """Return a search in a random state, its candidates (best first), and their new-token count.
+
+    Args:
+        trial: selects the random state; the batch size is 1 to 4.
+        beams: number of beams.
+        penalty: length penalty.
+        early: early stopping, as in transformers.
+        device: device of the tensors.
+        ends: number of end tokens.
+    """
     generator = torch.Generator().manual_seed(1_000 * beams + trial)
     b, rule = 1 + trial % 4, TransformersRule(beams, LONGEST, PROMPT, ends, penalty, early)
     k = rule.candidates
@@ -44,7 +53,11 @@ def choice(
 
 
 def assert_alike(found: Choice, wanted: Choice) -> None:
-    """All is the same, but for what stands where nothing has finished, and for which goes on where too few could."""
+    """Assert that two choices are equal where it matters.
+
+    Slots without a finished hypothesis may differ, and so may beams that continue where too few
+    can.
+    """
     live = wanted.scores > TransformersRule.never / 2
     for name in ("parents", "tokens"):
         assert torch.equal(getattr(found, name)[live], getattr(wanted, name)[live]), name

@@ -1,4 +1,7 @@
-"""Decoding by a small and a large model as its definition has it: one text, nothing cached; and toy models for it."""
+"""Reference implementation of big-little decoding, and toy models for it.
+
+It follows the definition: a single text, and nothing cached.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -10,7 +13,7 @@ from torch import Tensor
 from fastgen.models.runtime.ragged_step import Span
 
 Scores = Callable[[Sequence[int]], Tensor]
-"""Of the token that follows a text, prompt included: (V,)."""
+"""Map a text, prompt included, to the scores (V,) of its next token."""
 
 
 def bild(
@@ -23,7 +26,7 @@ def bild(
     max_draft: int,
     paper_compat: bool = False,
 ) -> tuple[list[int], list[tuple[str, int, int]]]:
-    """Return the tokens behind the prompt, and what happened on the way."""
+    """Return the tokens after the prompt, and the events that led to them."""
     y, events, p = list(prompt), list[tuple[str, int, int]](), len(prompt)
 
     def put(kind: str, token: int) -> None:
@@ -65,7 +68,7 @@ def bild(
 def greedy(
     model: Scores, prompt: Sequence[int], ends: Callable[[Sequence[int]], bool]
 ) -> list[int]:
-    """The likeliest tokens behind the prompt."""
+    """Return the most likely tokens after the prompt."""
     y = list(prompt)
     while len(y) == len(prompt) or not ends(y):
         y.append(int(model(y).argmax()))
@@ -74,7 +77,15 @@ def greedy(
 
 @dataclass
 class Toy:
-    """Scores that depend on the last three tokens and the length, and on another model as far as `own` is below 1."""
+    """A toy model whose scores depend on the last three tokens and the length.
+
+    Attributes:
+        vocabulary: V.
+        seed: seed of the scores.
+        sharpness: standard deviation of the scores.
+        other: a model to imitate, or None.
+        own: weight of this model's own scores; those of `other` get the rest.
+    """
 
     vocabulary: int
     seed: int
@@ -95,10 +106,18 @@ class Toy:
 
 @dataclass
 class Held:
-    """A toy over R texts: it knows of each what it was given, and can go on from nowhere else.
+    """A toy model that decodes R texts from a cache it imitates.
 
-    texts: what it holds of each, from its prompt's last token on; handed over where two models hold the same.
-    late: whether the last token of each prompt comes with the first of a text.
+    It records the tokens that it was given for each text and can continue from nowhere else.
+
+    Attributes:
+        toy: the scores.
+        prompts: prompt of each text.
+        texts: tokens held for each text, from its prompt's last token on; two models that hold the
+            same share it.
+        passes: tokens processed by each call of `extend`.
+        late: whether the last token of each prompt is processed together with the first token of a
+            text.
     """
 
     toy: Scores

@@ -1,4 +1,7 @@
-"""A headless Chromium, driven by its DevTools protocol through two pipes: no driver, no port, no package."""
+"""A headless Chromium, controlled by its DevTools protocol through two pipes.
+
+This needs no driver, no port and no package.
+"""
 
 import base64
 import fcntl
@@ -15,23 +18,29 @@ from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
-    "--hide-scrollbars", "--remote-debugging-pipe",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-sync", "--disable-background-networking", "--disable-component-update",
+    "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 # The browser reads commands from descriptor 3 and writes answers to 4, which Popen cannot set.
-START = "import os, sys; r, w, *c = sys.argv[1:]; os.dup2(int(r), 3); os.dup2(int(w), 4); os.execv(c[0], c)"
+START = (
+    "import os, sys; r, w, *c = sys.argv[1:]; os.dup2(int(r), 3); os.dup2(int(w), 4); "
+    "os.execv(c[0], c)"
+)
 WAIT = 60
-"""Seconds until an answer that does not come is an error."""
+"""Timeout of an answer, in seconds."""
 
 
 def found() -> str | None:
-    """Return the path of Chromium: of the variable CHROMIUM, else the first of NAMES on the path, else None."""
+    """Return the path of Chromium, or None.
+
+    The variable CHROMIUM comes first, then the first of NAMES that is on PATH.
+    """
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Chromium:
-    """A browser with one page, as a context manager."""
+    """A browser with one page, used as a context manager."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -90,7 +99,7 @@ class Chromium:
         return answer["result"]
 
     def open(self, url: str, width: int, dark: bool = False) -> None:
-        """Open an address in a window of a width in CSS pixels, and wait until it has loaded."""
+        """Open a URL in a window `width` CSS pixels wide, and wait until it has loaded."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -104,7 +113,7 @@ class Chromium:
         self._next(lambda found: found.get("method") == "Page.loadEventFired")
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression in JavaScript, awaited."""
+        """Evaluate a JavaScript expression, await its value and return it."""
         answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -113,7 +122,7 @@ class Chromium:
         return answer["result"].get("value")
 
     def screenshot(self, height: int) -> bytes:
-        """Return a PNG of the page, from its top down to a height in CSS pixels at most."""
+        """Return a PNG of the page, from its top down to at most `height` CSS pixels."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {
             "x": 0,

@@ -1,7 +1,11 @@
-"""Jobs over a text file, for the tests of `fastgen.corpus`; as a program, runs that are killed and begun again.
+"""Jobs over a text file, for the tests of `fastgen.corpus`.
 
-python -m tests.support.corpus_jobs run MODEL INPUT OUTPUT '{"block": 4}'     one run; JSON fields of a `Job`
-python -m tests.support.corpus_jobs kill MODEL INPUT OUTPUT '{"block": 4}' N  N killed runs, then one to its end
+As a program, it runs a job once, or kills and resumes it. The JSON holds fields of a `Job`:
+
+    python -m tests.support.corpus_jobs run MODEL INPUT OUTPUT '{"block": 4}'
+    python -m tests.support.corpus_jobs kill MODEL INPUT OUTPUT '{"block": 4}' N
+
+The second command kills N runs and then completes one.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ NEW = 8
 
 @dataclass(frozen=True)
 class Lines:
-    """A source: the lines of a file."""
+    """A source of records: the lines of a file."""
 
     file: Path
     once: bool = False
@@ -53,9 +57,10 @@ class Lines:
 
 @dataclass(frozen=True)
 class Texts:
-    """A sink: a line for each record.
+    """A sink that writes one line per record.
 
-    kills: the first process with a parent that has made a block kills itself.
+    Attributes:
+        kills: whether the first worker process that has made a block kills itself.
     """
 
     kills: bool = False
@@ -73,7 +78,7 @@ class Texts:
         return "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
 
     def _kill(self, mark: Path) -> None:
-        """Kill this process, unless the mark says that one has been killed."""
+        """Kill this process, unless the mark shows that another one was killed."""
         with suppress(FileExistsError):
             mark.touch(exist_ok=False)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -86,7 +91,7 @@ class Texts:
 
 
 def job_of(model: Path, text: Path, output: Path | None, **more: Any) -> Job:
-    """A job; `more` are fields of `Job` and of `Options`, and arguments of `generate`."""
+    """Return a job; `more` holds fields of `Job` and `Options`, and arguments of `generate`."""
     fields = {name: more.pop(name) for name in list(more) if name in Job.__dataclass_fields__}
     named = {name: more.pop(name) for name in list(more) if name in Options.__dataclass_fields__}
     generation = {"max_new_tokens": NEW, "num_beams": 2, **more}
@@ -110,12 +115,13 @@ def run(job: Job) -> int:
 
 
 def kill(job: Job, kills: int) -> None:
-    """Run a job in processes that are killed, half of them in the midst of a write, until one comes to its end.
+    """Run a job in processes that get killed, half of them during a write, until one completes.
 
-    Each begins as a fork of this process, which has imported all and started nothing.
+    Each process starts as a fork of this one, which has imported everything and started nothing.
     """
-    transformers.utils.logging.disable_progress_bar()  # its lock is shared, and who is killed may hold it
-    TextGenerator(job.options)  # imports
+    # Its lock is shared, and a killed process may hold it.
+    transformers.utils.logging.disable_progress_bar()
+    TextGenerator(job.options)  # imports everything that the forks need
     draw, killed = random.Random(0), 0
     while True:
         point = draw.randrange(1, 8) if killed % 2 else 0
@@ -134,11 +140,11 @@ def kill(job: Job, kills: int) -> None:
             sys.exit(status)
         killed += status != 0
         if status == 0:
-            job.output.unlink()  # too early: another one has to be killed
+            job.output.unlink()  # finished too early: kill another run
 
 
 def _kill_at_sync(point: int) -> None:
-    """Kill this process in its n-th write to disk, with half of the bytes written."""
+    """Kill this process at its n-th write to disk, with half of the bytes written."""
     write, left = journal._write, point
 
     def torn(stream: Any, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""fairseq's commands in processes of their own: a corpus, tiny models trained on it, and what a command prints."""
+"""Run fairseq's commands in their own processes, on a small corpus and tiny trained models."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 from tests.support.processes import python
 
 TEXTS = Path(__file__).parents[2] / "examples" / "en-es"
-# fairseq's own code, on the versions of today.
+# fairseq's own code, with only the fixes for current versions of its dependencies.
 STOCK = {"FASTGEN": "compat"}
 GENERATE = ("--cpu", "--max-len-b", "30", "--num-workers", "0", "--no-progress-bar")
 _SIZES = {"embed-dim": 32, "ffn-embed-dim": 64, "attention-heads": 2, "layers": 2}
@@ -19,7 +19,16 @@ _SIZES = {"embed-dim": 32, "ffn-embed-dim": 64, "attention-heads": 2, "layers": 
 def run(
     *command: str, status: int = 0, text: str = "", afresh: bool = False, **environment: str
 ) -> CompletedProcess[str]:
-    """Run `fastgen run ...` in a process of its own: afresh one that is no fork, for other threads or a data loader."""
+    """Run `fastgen run ...` in its own process.
+
+    Args:
+        command: words after `fastgen run`.
+        status: expected exit status.
+        text: standard input.
+        afresh: whether to start a new interpreter instead of forking one, as other thread settings
+            and data loaders need.
+        environment: additional environment variables.
+    """
     words, variables = ["-m", "fastgen", "run", *command], os.environ | environment
     if afresh:
         found = subprocess.run(
@@ -37,7 +46,7 @@ def run(
 
 
 def known_to_fairseq(arguments: tuple[str, ...]) -> list[str]:
-    """Arguments without an option, and its value, that fastgen adds."""
+    """Return the arguments without `--postprocess-workers` and its value, which fastgen adds."""
     ours = {
         at
         for at, word in enumerate(arguments)
@@ -47,7 +56,10 @@ def known_to_fairseq(arguments: tuple[str, ...]) -> list[str]:
 
 
 def preprocess(folder: Path) -> str:
-    """Make a small corpus, train.en and so on, and preprocess it, with few words, as that trains fast; return where."""
+    """Make a small corpus (train.en and so on), preprocess it, and return the data folder.
+
+    The dictionary is small, so that models train fast.
+    """
     for language in ("en", "es"):
         lines = (TEXTS / f"test.{language}").read_text("utf-8").splitlines()
         for name, part in {
@@ -63,24 +75,30 @@ def preprocess(folder: Path) -> str:
     ]
     data = str(folder / "data")
     run(
-        "fairseq-preprocess", "-s", "en", "-t", "es", *prefixes, "--destdir", data, "--joined-dictionary",
-        "--nwordssrc", "1000", "--workers", "1",
+        "fairseq-preprocess", "-s", "en", "-t", "es", *prefixes, "--destdir", data,
+        "--joined-dictionary", "--nwordssrc", "1000", "--workers", "1",
     )  # fmt: skip
     return data
 
 
 def train(data: str, model: Path, updates: int, *options: str) -> None:
-    """Train a tiny model, model/checkpoint_last.pt."""
+    """Train a tiny model and save it as model/checkpoint_last.pt."""
     run(
-        "fairseq-train", data, "--optimizer", "adam", "--lr", "0.005", "--criterion", "cross_entropy", "--max-tokens",
-        "1500", "--max-update", str(updates), "--save-dir", str(model), "--cpu", "--no-progress-bar", "--dropout", "0",
-        "--num-workers", "0", "--no-epoch-checkpoints", *options,
-        *(part for side in ("encoder", "decoder") for n, v in _SIZES.items() for part in (f"--{side}-{n}", str(v))),
+        "fairseq-train", data, "--optimizer", "adam", "--lr", "0.005", "--criterion",
+        "cross_entropy", "--max-tokens", "1500", "--max-update", str(updates), "--save-dir",
+        str(model), "--cpu", "--no-progress-bar", "--dropout", "0", "--num-workers", "0",
+        "--no-epoch-checkpoints", *options,
+        *(
+            part
+            for side in ("encoder", "decoder")
+            for n, v in _SIZES.items()
+            for part in (f"--{side}-{n}", str(v))
+        ),
     )  # fmt: skip
 
 
 def assert_alike(output: str, other: str) -> None:
-    """Assert that two commands print the same words, and the same numbers but for rounding."""
+    """Assert that two commands print the same words, and the same numbers up to rounding."""
     words, numbers = [list[str](), list[str]()], [list[float](), list[float]()]
     for i, text in enumerate((output, other)):
         for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Tiny random fairseq models, and calls of its generator with fastgen and without, compared field by field."""
+"""Tiny random fairseq models, and comparison of its generator with fastgen and without."""
 
 import functools
 from argparse import Namespace
@@ -71,7 +71,7 @@ def _bart() -> Any:
 
 
 def _multilingual() -> Any:
-    """A model for each of two pairs of languages."""
+    """Return a multilingual model of two language pairs."""
     args = Namespace(**_SIZES, source_lang=None, target_lang=None, lang_pairs=["en-es", "es-en"])
     base_multilingual_architecture(args)
     task = MultilingualTranslationTask(
@@ -104,7 +104,9 @@ MODELS: dict[str, Callable[[], Any]] = {
         encoder_normalize_before=True, decoder_normalize_before=True, encoder_learned_pos=True,
         decoder_learned_pos=True, activation_fn="gelu", share_decoder_input_output_embed=True,
     ),
-    "scaled": lambda: _transformer(layernorm_embedding=True, no_scale_embedding=True, scale_attn=True, scale_fc=True),
+    "scaled": lambda: _transformer(
+        layernorm_embedding=True, no_scale_embedding=True, scale_attn=True, scale_fc=True,
+    ),
     "adaptive": lambda: _transformer(adaptive_softmax_cutoff="10,20"),
     "bart": _bart,
     "multilingual": _multilingual,
@@ -120,9 +122,10 @@ OTHERS: dict[str, Callable[[], Any]] = {"lstm": _lstm}
 
 @functools.cache
 def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
-    """A model whose weights have an enlarged spread, in which ends are as likely as any other token.
+    """Return a model whose weights have a large standard deviation.
 
-    The encoder's second set of weights, for PyTorch's fused layers, which not all versions have, takes no part.
+    End tokens are about as likely as any other token. The encoder's second set of weights, which
+    PyTorch's fused layers use and which only some versions have, is left as it is.
     """
     torch.manual_seed(seed)
     model = (MODELS | LANGUAGE_MODELS | OTHERS)[name]().eval()
@@ -136,7 +139,7 @@ def build(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
 
 
 def _end_often(decoder: Any) -> None:
-    """Let one of the features be constant, and speak for the end alone."""
+    """Make one of the features constant, and let it raise the score of the end token alone."""
     norm = decoder.layers[-1].final_layer_norm if decoder.layer_norm is None else decoder.layer_norm
     norm.weight.data[0], norm.bias.data[0] = 0.0, 1.0
     weight = decoder.output_projection.weight.data
@@ -146,7 +149,7 @@ def _end_often(decoder: Any) -> None:
 
 
 def batch(sentences: int, length: int, padding: str = "left", seed: int = 0) -> dict[str, Any]:
-    """A batch as fairseq's datasets make it; padding: left, right or none."""
+    """Return a batch like those of fairseq's datasets; `padding` is left, right or none."""
     generator = torch.Generator().manual_seed(seed)
     source = torch.randint(4, WORDS + 4, (sentences, length), generator=generator)
     source[:, -1] = EOS
@@ -180,7 +183,11 @@ SEARCHES: dict[str, Callable[[], Any]] = {
 
 
 def call(models: list[Any], sample: dict[str, Any], options: dict[str, Any], seed: int = 0) -> Any:
-    """One call of a new generator; `prefix_tokens`, `constraints` and `bos_token` go to it, the rest makes it."""
+    """Run a new generator once.
+
+    `prefix_tokens`, `constraints` and `bos_token` are passed to `generate`, all other options to
+    the constructor.
+    """
     given = {
         name: options[name]
         for name in ("prefix_tokens", "constraints", "bos_token")
@@ -200,7 +207,10 @@ def call(models: list[Any], sample: dict[str, Any], options: dict[str, Any], see
 def assert_same(
     models: list[Any], sample: dict[str, Any], options: dict[str, Any], tolerance: float = 1e-5
 ) -> Any:
-    """Assert that fastgen changes nothing about a call: order, tokens, scores, attention, alignment, random state."""
+    """Assert that fastgen does not change a call.
+
+    Compares the order of hypotheses, tokens, scores, attention, alignment and the random state.
+    """
     ours, state = _tried(models, sample, options)
     with fastgen.disabled():
         stock, stock_state = _tried(models, sample, options)

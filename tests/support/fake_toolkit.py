@@ -1,8 +1,8 @@
-"""A small toolkit for the engine to patch, in processes of their own.
+"""A small toolkit for the engine to patch, in separate processes.
 
-Each `Sandbox` is a folder with a package ``toolkit`` and a copy of fastgen whose patches are made for that toolkit
-instead of transformers. So the whole way is tested, from ``import fastgen`` on, with a toolkit that does what real ones
-do.
+Each `Sandbox` is a folder with a package ``toolkit`` and a copy of fastgen whose patches target
+that toolkit instead of transformers. Tests therefore cover the whole path from ``import fastgen``
+on, with a toolkit that does what real ones do.
 """
 
 import atexit
@@ -66,7 +66,7 @@ TOOLKIT = {
             patch("add", "Model.add", "a", "b"),
             patch("double", "double", "x"),
         )
-    """,
+    """,  # noqa: E501
     "ours.py": """
         from fastgen.patches.engine.engine import hit
 
@@ -77,7 +77,7 @@ TOOLKIT = {
             return replacement
 
         greet, step, build, add, double = map(_replacement, ("greet", "step", "build", "add", "double"))
-    """,
+    """,  # noqa: E501
     "canary.py": """
         def parts():
             raise AssertionError("the canary is not to be asked")
@@ -113,7 +113,7 @@ TOOLKIT = {
 
         def plain():
             assert results() == PLAIN, results()
-    """,
+    """,  # noqa: E501
 }
 
 
@@ -126,26 +126,26 @@ class Sandbox:
             self.write(name, text)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the toolkit or of what is declared for it."""
+        """Write a file of the toolkit or of its patch declarations."""
         file = self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text).lstrip(), encoding="utf-8")
 
     def version(self, version: str) -> None:
-        """Give the toolkit another version."""
+        """Change the toolkit's version."""
         self.write("toolkit/__init__.py", f"__version__ = {version!r}")
 
     def run(self, code: str, **environ: str) -> str:
-        """Run ``code`` in a new process and return what it prints; an exception in it fails the test."""
+        """Run ``code`` in a new process and return its output; fail the test if it raises."""
         done = self.process(code, **environ)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def process(self, code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        """Run ``code`` in a new process, where ``from checks import *`` has been done."""
+        """Run ``code`` in a new process, after ``from checks import *``."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("FASTGEN")}
         path = os.pathsep.join([str(self.folder), str(_copy_of_fastgen())])
-        # Files are rewritten within a second: byte code of the toolkit could be stale.
+        # Files are rewritten within a second, so cached byte code of the toolkit could be stale.
         ours = {
             "PYTHONPATH": path,
             "PYTHONDONTWRITEBYTECODE": "1",

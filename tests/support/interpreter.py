@@ -1,4 +1,4 @@
-"""Triton's interpreter, made to spend its time on kernels."""
+"""Speed up Triton's interpreter."""
 
 import functools
 from types import ModuleType
@@ -9,10 +9,10 @@ from triton.runtime import interpreter
 
 
 def hasten() -> None:
-    """Have the interpreter put its own functions in the place of Triton's language once, not at each call.
+    """Make the interpreter patch Triton's language once instead of at each call.
 
-    It does so at each launch and at each call of a function from a kernel: a quarter of the time. No kernel is compiled
-    in a process that interprets them, so that they can stay.
+    By default it does so at each launch and at each call of a function from a kernel, which takes a
+    quarter of the time. The patch can stay, as a process that interprets kernels compiles none.
     """
     patch, patched = interpreter._patch_lang, set[ModuleType]()
 
@@ -30,7 +30,8 @@ def hasten() -> None:
     interpreter._patch_lang = once
 
     of_pointer: Any = interpreter._get_np_dtype
-    of_number: Any = functools.cache(of_pointer)  # it makes a table of all types at each call
+    # The original builds a table of all types at each call.
+    of_number: Any = functools.cache(of_pointer)
 
     def numpy_dtype(of: Any) -> Any:
         return (of_pointer if isinstance(of.scalar, language.pointer_type) else of_number)(

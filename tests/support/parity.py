@@ -1,4 +1,4 @@
-"""Side by side: a call of `generate` with fastgen and the same call without it, compared field by field."""
+"""Compare a call of `generate` with fastgen and without, field by field."""
 
 import copy
 from collections import Counter
@@ -14,7 +14,7 @@ from fastgen.patches.transformers.compat import CACHE
 
 @dataclass
 class Result:
-    """What a call gave: its value or its exception, and where it left the random number generator."""
+    """The outcome of a call: its value or exception, and the random state that it left."""
 
     value: Any
     error: BaseException | None
@@ -22,13 +22,13 @@ class Result:
 
 
 def call(model: Any, kwargs: dict[str, Any], seed: int) -> Result:
-    """Run `model.generate(**kwargs)`; what raises is a result too."""
+    """Run `model.generate(**kwargs)`; an exception becomes part of the result."""
     torch.manual_seed(seed)
     value, error = None, None
     try:
         value = model.generate(**kwargs)
     except Exception as raised:
-        error = raised.with_traceback(None)  # whose frames hold the model's weights
+        error = raised.with_traceback(None)  # without its frames, which hold the model's weights
         error.__context__ = error.__cause__ = None
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
@@ -37,12 +37,12 @@ def call(model: Any, kwargs: dict[str, Any], seed: int) -> Result:
 
 
 def fallbacks() -> Counter[str]:
-    """The reasons counted so far, of all patches."""
+    """Return the fallback reasons counted so far, over all patches."""
     return sum((Counter(row.fallbacks) for row in fastgen.status().rows), Counter())
 
 
 def left_off() -> Counter[str]:
-    """What hits so far did without, with the reason, of all patches but those of encoders."""
+    """Return the disabled features that hits report, by reason, without those of encoders."""
     rows = [
         row
         for row in fastgen.status().rows
@@ -52,7 +52,10 @@ def left_off() -> Counter[str]:
 
 
 def counts() -> dict[str, Any]:
-    """All that `status` counts; memory, which other models give back at any time, is no count."""
+    """Return everything that `status` counts.
+
+    Memory is excluded, as other models may release it at any time.
+    """
     of_memory = "memory", "memory_by_model", "not_packed"
     return {
         name: value for name, value in fastgen.status().to_dict().items() if name not in of_memory
@@ -60,7 +63,7 @@ def counts() -> dict[str, Any]:
 
 
 def notes(explanation: Any) -> list[str]:
-    """What `fastgen.explain` notes of a call, without the note that the installed transformers is newer than tested."""
+    """Return the notes of `fastgen.explain`, except that transformers is newer than tested."""
     return [note for note in explanation.notes if not note.startswith("newer than ")]
 
 
@@ -75,11 +78,12 @@ def hits() -> int:
 def assert_same(
     model: Any, kwargs: dict[str, Any], seed: int = 0, tolerance: float = 1e-9
 ) -> Result:
-    """Assert that fastgen changes nothing about a call; return what it gave.
+    """Assert that fastgen does not change a call, and return its result.
 
-    Stateful arguments are copied for each run. Compared are the exception's type, the output's type and fields, every
-    token, and every number: shape, dtype and value within `tolerance`, or in fp32 to its last bit, as scores of fp64
-    models are rounded to it; so is a given cache, as the call left it.
+    Stateful arguments are copied for each run. The comparison covers the exception's type, the
+    output's type and fields, every token, and the shape, dtype and value of every number. Values
+    agree within `tolerance`, or to the last bit of fp32, to which scores of fp64 models are
+    rounded. A user-provided cache has to be left in the same state.
     """
     mine, theirs = copy.deepcopy(kwargs), copy.deepcopy(kwargs)
     ours = call(model, mine, seed)
@@ -99,9 +103,10 @@ def assert_same(
 
 
 def assert_same_but_for_ties(model: Any, kwargs: dict[str, Any]) -> None:
-    """Assert the same of all beams of a sentence in fp32, where those that score the same to 1e-4 may change places.
+    """Assert the same for all beams of a sentence in fp32, up to near ties.
 
-    Where the last ones score alike, the last may be another one.
+    Hypotheses whose scores differ by less than 1e-4 may swap places. Where the last ones have equal
+    scores, the last one may be a different hypothesis.
     """
     ours = model.generate(**kwargs)
     with fastgen.disabled():
@@ -120,7 +125,7 @@ def assert_same_but_for_ties(model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def same(ours: Any, stock: Any, where: str = "output", tolerance: float = 1e-9) -> None:
-    """Assert that two values are equal: outputs of `generate`, caches, tuples, tensors, or anything else."""
+    """Assert that two values are equal: `generate` outputs, caches, tuples, tensors or others."""
     if isinstance(stock, ModelOutput):
         assert list(ours.keys()) == list(stock.keys()), where
         for name in stock:

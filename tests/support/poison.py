@@ -1,4 +1,4 @@
-"""Memory that nobody has written is NaN, or a number that no test expects."""
+"""Fill uninitialised memory with NaN, or with an integer that no test expects."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch's `empty` and `empty_like` give such memory."""
+    """Make torch's `empty` and `empty_like` return poisoned memory."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: (

@@ -1,16 +1,17 @@
-"""A CUDA device that is pretended: its tensors lie in the CPU's memory, and its operators run on the CPU.
+"""A pretended CUDA device: its tensors lie in CPU memory, and its operators run on the CPU.
 
-A call runs what it would run on a GPU and chooses as it would there, with numbers that can be compared: tensors say
-that they are on `cuda:0` and are of no class of their own; kernels run in Triton's interpreter, or are only counted; a
-capture records what runs, and a replay runs it again (`recorder`). An operator that is given tensors of both
-devices fails, as it does on a GPU, and so does a capture that asks for a value.
+A call makes the choices that it would make on a GPU, and its numbers can be compared:
 
-What a test cannot learn here: times, races, what lies in memory that nobody has written, and what a kernel is compiled
-to (`tests.compiled`).
+- Tensors report `cuda:0` as their device and are no subclass of Tensor.
+- Kernels run in Triton's interpreter, or are only counted.
+- A capture records what runs, and a replay runs it again (`recorder`).
+- An operator with tensors of both devices fails, as on a GPU, and so does a capture that reads a
+  value.
+
+It cannot show times, races, the contents of uninitialised memory, or what a kernel is compiled to
+(see `tests.compiled`). To run the tests that need a GPU without one:
 
     PRETEND_GPU=1 FASTGEN_OPS=reference python -m pytest -m gpu tests/models/test_gpu.py
-
-runs the tests that need a GPU without one.
 """
 
 import contextlib
@@ -36,8 +37,8 @@ from fastgen.ops import dispatch
 from tests.support.recorder import Recorder
 
 H100 = SimpleNamespace(
-    name="a pretended device", multi_processor_count=132, total_memory=80 * 2**30, major=9, minor=0, warp_size=32,
-    L2_cache_size=50 * 2**20,
+    name="a pretended device", multi_processor_count=132, total_memory=80 * 2**30, major=9, minor=0,
+    warp_size=32, L2_cache_size=50 * 2**20,
 )  # fmt: skip
 
 _SOURCE = """
@@ -65,18 +66,20 @@ extern "C" void* next_gone() {
   return last;
 }
 """
-"""What torch's CPU build does not have: how to make a CUDA device the current one (there is one, and it always is).
+"""The guard that makes a CUDA device the current one, which torch's CPU build lacks.
 
-Beside it the list of tensors that nobody holds any more: no Python may run where they are let go.
+There is one device, and it is always current. The source also holds the list of tensors that were
+released, because no Python may run where they are released.
 """
 
 
 class Launch(NamedTuple):
-    """A kernel that was launched.
+    """A kernel launch.
 
     Attributes:
-        specialisation: what Triton compiles a kernel anew for: the kernel, its constants, and of each argument the type
-            and what Triton looks at.
+        kernel: the kernel's name.
+        specialisation: what Triton compiles a separate version for: the kernel, its constants, and
+            the type and inspected properties of each argument.
     """
 
     kernel: str
@@ -84,15 +87,20 @@ class Launch(NamedTuple):
 
 
 class Pretended:
-    """The device, from now to the end of a test.
+    """The device, active from construction to the end of a test.
 
     Attributes:
-        launches: the kernels so far.
-        captures: what each capture would have run, by name, in order.
+        launches: kernel launches so far.
+        captures: for each capture, in order, what it would run, by name.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, computes: bool = True) -> None:
-        """computes: whether kernels and matrix products run; else what they would write is 0."""
+        """Activate the device.
+
+        Args:
+            monkeypatch: undoes the activation at the end of the test.
+            computes: whether kernels and matrix products run; if not, their outputs are 0.
+        """
         _register()
         monkeypatch.setattr(_device, "computes", computes)
         self.launches: list[Launch] = []
@@ -163,7 +171,7 @@ class Pretended:
 
 
 class _Stream:
-    """A stream, or an event: everything runs in order."""
+    """A stream or an event; everything runs in order."""
 
     cuda_stream = 0
 
@@ -181,7 +189,10 @@ class _Stream:
 
 
 def _deepcopy_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensors of the device are copied by operators; torch copies storages, and knows none of such a device."""
+    """Return a `__deepcopy__` that copies tensors of the device by operators.
+
+    torch's own copies storages and does not know those of such a device.
+    """
 
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if not tensor.is_cuda:
@@ -197,14 +208,14 @@ def _deepcopy_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Generator(torch.Generator):
-    """One of the CPU's, whichever device it is asked for."""
+    """A CPU generator, regardless of the requested device."""
 
     def __new__(cls, device: Any = "cpu") -> "_Generator":
         return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
 
 class _Graph:
-    """Records what runs from `capture_begin` to `capture_end`, which then has not run."""
+    """A graph that records what runs between `capture_begin` and `capture_end`, and undoes it."""
 
     _device: Pretended
 
@@ -236,7 +247,10 @@ class _Graph:
 def _specialisation(
     kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """What `triton.jit` compiles a kernel anew for: an integer is a 1, a multiple of 16, of 32 bits or of 64."""
+    """Return the key by which `triton.jit` compiles versions of a kernel.
+
+    For an integer the key says whether it is 1, a multiple of 16, and of 32 or 64 bits.
+    """
     unspecialised = kernel.kwargs["do_not_specialize"] or ()
 
     def key(name: str, arg: Any) -> Any:
@@ -258,7 +272,7 @@ def _without_pinning(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _forget_devices() -> None:
-    """What fastgen has found of a device is asked anew."""
+    """Clear fastgen's cached device properties."""
     from fastgen.models.cuda_graphs import graph
     from fastgen.ops import beam_attention
 
@@ -266,7 +280,7 @@ def _forget_devices() -> None:
         function.cache_clear()
 
 
-# The same memory on another device, by way of DLPack
+# Views of the same memory on another device, by DLPack.
 
 
 class _DLDevice(ctypes.Structure):
@@ -279,10 +293,14 @@ class _DLDataType(ctypes.Structure):
 
 class _DLTensor(ctypes.Structure):
     _fields_ = [
-        ("data", ctypes.c_void_p), ("device", _DLDevice), ("ndim", ctypes.c_int32), ("dtype", _DLDataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
-    ]  # fmt: skip
+    ]
 
 
 class _DLManagedTensor(ctypes.Structure):
@@ -295,9 +313,9 @@ class _DLManagedTensor(ctypes.Structure):
 
 _CPU, _CUDA = 1, 2
 _CODES = {
-    torch.bool: (6, 8), torch.uint8: (1, 8), torch.int8: (0, 8), torch.int16: (0, 16), torch.int32: (0, 32),
-    torch.int64: (0, 64), torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.float32: (2, 32),
-    torch.float64: (2, 64),
+    torch.bool: (6, 8), torch.uint8: (1, 8), torch.int8: (0, 8), torch.int16: (0, 16),
+    torch.int32: (0, 32), torch.int64: (0, 64), torch.float16: (2, 16), torch.bfloat16: (4, 16),
+    torch.float32: (2, 32), torch.float64: (2, 64),
 }  # fmt: skip
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = (
@@ -308,7 +326,7 @@ _held: dict[int, tuple[Any, ...]] = {}
 
 
 def _sweep() -> None:
-    """Let go of the memory of tensors that are gone."""
+    """Release the memory of tensors that were deleted."""
     while (tensor := _native().next_gone()) is not None:
         _held.pop(tensor, None)
 
@@ -336,7 +354,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def allocated() -> int:
-    """Bytes of the device that somebody holds."""
+    """Return the bytes of device memory in use."""
     _sweep()
     storages = (
         tensor.untyped_storage() for *_, tensor in list(_held.values()) if not tensor.is_cuda
@@ -344,7 +362,7 @@ def allocated() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-# Operators
+# Operators.
 
 
 _device = SimpleNamespace(computes=True)
@@ -353,7 +371,7 @@ _LOOKUPS = ("embedding", "index_select", "gather")
 
 
 class _Known(NamedTuple):
-    """An operator's name, and the places of its tensors and of what it writes to as `out`."""
+    """An operator's name, the positions of its tensor arguments, and its `out` arguments."""
 
     name: str
     tensors: frozenset[int]
@@ -371,11 +389,10 @@ def _known(op: Any) -> _Known:
 
 
 def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator of the device; what comes from it lies there."""
+    """Run an operator of the device on the CPU; its results lie on the device."""
     name, tensors, outs = _known(op)
-    origin: dict[
-        int, tuple[Tensor, Tensor]
-    ] = {}  # of what lies on the CPU for now, and where it came from
+    # CPU tensors for the duration of the operator, and the device tensors they stand for.
+    origin: dict[int, tuple[Tensor, Tensor]] = {}
 
     def lowered(value: Any) -> Any:
         if isinstance(value, torch.device):
@@ -397,9 +414,8 @@ def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
             return value
         return origin[id(value)][1] if id(value) in origin else _moved(value, _CUDA)
 
-    if (
-        name in ("_softmax", "_log_softmax") and args[2]
-    ):  # of half precision to fp32, as CPUs have no function for
+    # CPUs have no function that also converts half precision to fp32.
+    if name in ("_softmax", "_log_softmax") and args[2]:
         args = (args[0].float(), args[1], False)
     down = [
         torch.tensor(arg)
@@ -409,10 +425,11 @@ def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     ]
     named = {key: _each(lowered, value) for key, value in kwargs.items()}
     written: list[tuple[Tensor, Tensor]] = []
+    # An operator may resize an output, which it cannot do with memory it does not own.
     for (
         place,
         key,
-    ) in outs:  # which an operator may resize, as it cannot do with memory of another's
+    ) in outs:
         out = kwargs[key] if key in kwargs else args[place]
         fresh = torch.empty(0, dtype=out.dtype, device="cpu")
         if key in named:
@@ -433,14 +450,14 @@ def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _unwritten(
     op: Any, name: str, down: list[Any], named: dict[str, Any], written: list[tuple[Tensor, Tensor]]
 ) -> Any:
-    """Run an operator where kernels do not run: new memory holds 0, and so does every matrix product."""
+    """Run an operator where kernels do not run: new memory and matrix products hold 0."""
     if name in _PRODUCTS:
         bare, bare_named = tree_map_only(Tensor, lambda each: each.to("meta"), (down, named))
         shape = op(*bare, **bare_named).shape
         if written:
             return written[0][0].resize_(shape).zero_()
         return torch.zeros(shape, dtype=down[0].dtype, device="cpu")
-    if name in _LOOKUPS:  # tokens that no kernel has written may be any number
+    if name in _LOOKUPS:  # tokens that no kernel has written may have any value
         down = [
             each.clamp(min=0) if isinstance(each, Tensor) and each.dtype == torch.int64 else each
             for each in down
@@ -450,19 +467,19 @@ def _unwritten(
 
 
 def _each(of: Callable[[Any], Any], value: Any) -> Any:
-    """A function of a value, or of all that a list or tuple holds."""
+    """Apply a function to a value, or to each item of a list or tuple."""
     return [of(each) for each in value] if isinstance(value, list | tuple) else of(value)
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """`aten::copy_`, which asks for the device's own function, and which alone moves numbers between devices."""
+    """Implement `aten::copy_`, the only operator that moves data between devices."""
     _on_cpu(target).copy_(_on_cpu(source))
     return target
 
 
 @functools.cache
 def _native() -> Any:
-    """What is written in C++, compiled: torch's own headers say how."""
+    """Compile and load the C++ part, using torch's own headers."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("a device is pretended with a few lines of C++, and there is no g++")
@@ -490,7 +507,7 @@ def _native() -> Any:
 
 @functools.cache
 def _register() -> tuple[torch.library.Library, ...]:
-    """Give torch the device and its operators, for the rest of the process."""
+    """Register the device and its operators with torch, for the rest of the process."""
     _native()
     rest, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     rest.fallback(_run_on_cpu, "CUDA")

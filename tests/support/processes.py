@@ -1,6 +1,6 @@
-"""Programs in processes of their own, which begin as forks of one that has imported torch, and no toolkit.
+"""Run programs in separate processes that are forked from one that has imported torch.
 
-Importing torch takes longer than most of what tests ask of a program.
+Importing torch takes longer than most of what tests do in a program. The parent imports no toolkit.
 """
 
 import atexit
@@ -26,9 +26,13 @@ def python(
     cwd: Path = ROOT,
     environment: Mapping[str, str] | None = None,
 ) -> CompletedProcess[str]:
-    """Run a program as Python does that gets these arguments: -m MODULE or -c CODE, and what the program is told.
+    """Run a program as a Python interpreter with these arguments would.
 
-    text: its standard input. environment: all of its variables; those of this process by default.
+    Args:
+        arguments: -m MODULE or -c CODE, then the program's arguments.
+        text: standard input.
+        cwd: working directory.
+        environment: all environment variables; by default, those of this process.
     """
     with TemporaryDirectory() as folder:
         (Path(folder) / "stdin").write_text(text, "utf-8")

@@ -1,7 +1,8 @@
-"""A CUDA graph for the CPU: what a function runs is recorded, and run again with the very same tensors.
+"""A CUDA graph for the CPU, which records what a function runs and replays it on the same tensors.
 
-As in a capture, whatever Python computed is fixed, and nothing may ask for a value. So a test with it fails where a
-number that changes from step to step is not read from memory, and where memory has moved.
+As in a real capture, everything that Python computed is fixed, and nothing may read a value. A test
+therefore fails if a number that changes from step to step is not read from memory, or if memory has
+moved.
 """
 
 import ctypes
@@ -36,21 +37,19 @@ _ALLOCATES = ("empty", "empty_like", "new_empty", "empty_strided")
 
 
 class Recorder(TorchDispatchMode):
-    """Records operators and kernels while it is entered, and takes back what they have written."""
+    """A mode that records operators and kernels while active; `undo` reverts what they wrote."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: dict[
-            int, tuple[torch.UntypedStorage, bytes]
-        ] = {}  # what they held, by where they lie
+        # Contents of storages before they were written, by address.
+        self._before: dict[int, tuple[torch.UntypedStorage, bytes]] = {}
         self.runs: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in _ASKS:
             raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
-        if (
-            func.overloadpacket.__name__ == "lift_fresh" and args[0].dim()
-        ):  # a single one is filled in
+        # A capture can fill in a single number, but cannot copy an array from the host.
+        if func.overloadpacket.__name__ == "lift_fresh" and args[0].dim():
             raise RuntimeError("numbers of the host's are copied while the stream is capturing")
         if func._schema.is_mutable:
             self._note(args, kwargs)
@@ -59,7 +58,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def launch(self, original: Callable[..., None], *args: Any, **constants: Any) -> None:
-        """Record a kernel; the interpreter's own operators are not."""
+        """Record a kernel launch, but not the interpreter's own operators."""
         self.runs.append((original, args, constants, None))
         with _disable_current_modes():
             self._note(args)
@@ -75,7 +74,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def kernels(self) -> Counter[str]:
-        """What a device would run, by name: the kernels, and operators that write memory."""
+        """Count what a device would run, by name: kernels, and operators that write memory."""
         found: Counter[str] = Counter()
         for run, args, kwargs, result in self.runs:
             if not isinstance(run, torch._ops.OpOverload):
@@ -85,7 +84,8 @@ class Recorder(TorchDispatchMode):
         return found - Counter({name: found[name] for name in _ALLOCATES})
 
     def undo(self) -> None:
-        for at, (_, before) in reversed(self._before.items()):  # what is noted later may lie within
+        # A storage noted later may lie within one noted earlier.
+        for at, (_, before) in reversed(self._before.items()):
             ctypes.memmove(at, before, len(before))
 
     def replay(self) -> None:
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _views(result: Any, arguments: Any) -> bool:
-    """Whether all tensors of a result lie in memory of the arguments'."""
+    """Return whether all tensors of a result are views of the arguments' memory."""
     given, made = (
         {
             leaf.untyped_storage().data_ptr()
@@ -112,9 +112,13 @@ def _views(result: Any, arguments: Any) -> bool:
 
 
 class Graphs:
-    """Stands in for `graph` on a CPU; counts what is captured and replayed, by the name of the function.
+    """A stand-in for `graph` on a CPU that counts captures and replays by function name.
 
-    kernels: of the newest capture of each. texts: how often steps of how many texts at once were replayed.
+    Attributes:
+        captured: number of captures of each function.
+        replayed: number of replays of each function.
+        kernels: what the newest capture of each function runs.
+        texts: number of joint replays, by how many texts took part.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +129,10 @@ class Graphs:
         self.texts: Counter[int] = Counter()
         self._recording: Recorder | None = None
         monkeypatch.setattr(graph, "wanted", lambda _: True)
-        monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)  # on CPUs only
-        monkeypatch.setattr(
-            native, "library", lambda: None
-        )  # so are these; and no dispatcher sees what they do
+        # Compaction at intervals is for CPUs only.
+        monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)
+        # Operations in C are for CPUs only too, and no dispatcher sees what they do.
+        monkeypatch.setattr(native, "library", lambda: None)
         monkeypatch.setattr(graph, "capture", self._capture)
         monkeypatch.setattr(JointReplay, "__call__", self._counting(JointReplay.__call__))
         for name, module in list(sys.modules.items()):

@@ -1,7 +1,8 @@
-"""Diverse beam search, constrained beam search and contrastive search, as plainly as can be: no cache, no batch.
+"""Plain reference implementations of diverse, constrained and contrastive search.
 
-Each sentence is decoded alone, and each step reads all of each text. Totals are fp32, as in transformers 4; what
-transformers 4 gave for some calls is in `tests/support/recorded`, and `test_restored.py` compares.
+They use no cache and no batch: each sentence is decoded alone, and each step reads the full text.
+Totals are fp32, as in transformers 4. `tests/support/recorded` holds outputs of transformers 4 for
+some calls, which `test_restored.py` compares.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +13,12 @@ import torch
 from torch import Tensor
 
 Text = list[int]
-Phrases = list[list[int]]  # one of them has to be in the text
+Phrases = list[list[int]]  # alternatives, one of which has to occur in the text
 
 
 @dataclass
 class Model:
-    """A model and one sentence: what it says of texts that go on from the prompt."""
+    """A model and one sentence, which scores continuations of the prompt."""
 
     model: Any
     source: Text
@@ -31,7 +32,7 @@ class Model:
         return list(self.source)
 
     def read(self, text: Text) -> tuple[Tensor, Tensor]:
-        """The logits (V,) of what comes next, and what the head has read at each token (L, C)."""
+        """Return the logits (V,) of the next token, and the head's input at each token (L, C)."""
         ids, mask = torch.tensor([self.source]), torch.tensor([self.mask])
         with torch.no_grad():
             if self.model.config.is_encoder_decoder:
@@ -68,7 +69,7 @@ class Model:
 class Settings:
     beams: int
     returned: int
-    longest: int  # new tokens
+    longest: int  # in new tokens
     ends: list[int]
     length_penalty: float
     early_stopping: bool | str
@@ -76,7 +77,7 @@ class Settings:
 
 @dataclass
 class Shelf:
-    """The best finished texts, of so many new tokens, an end counted."""
+    """The pool of best finished hypotheses of a sentence."""
 
     size: int
     settings: Settings
@@ -108,7 +109,7 @@ Beam = tuple[float, Text]
 
 
 def ranked(beams: list[Beam], scores: list[Tensor], count: int) -> list[Beam]:
-    """The best continuations, of the scores (V,) of each beam's next token."""
+    """Return the best continuations, given the scores (V,) of each beam's next token."""
     totals = torch.stack(
         [of_beam + torch.tensor(total) for (total, _), of_beam in zip(beams, scores, strict=True)]
     )
@@ -123,7 +124,7 @@ def ranked(beams: list[Beam], scores: list[Tensor], count: int) -> list[Beam]:
 def going_on(
     candidates: list[Beam], size: int, shelf: Shelf, prompt: int, may_end: Callable[[Text], bool]
 ) -> list[Beam]:
-    """The candidates that go on; those that end, among the best, go on the shelf."""
+    """Return the candidates that continue; put those that end, if among the best, on the shelf."""
     found: list[Beam] = []
     for rank, (total, text) in enumerate(candidates):
         if len(found) == size:
@@ -139,7 +140,7 @@ def going_on(
 def diverse(
     model: Model, settings: Settings, groups: int, penalty: float, before: int = 0
 ) -> list[Beam]:
-    """before: processors that come before the penalty."""
+    """Run diverse beam search, with `before` processors applied before the diversity penalty."""
     size, prompt = settings.beams // groups, model.prompt
     count = max(2, 1 + len(settings.ends)) * size
     shelves = [Shelf(size, settings) for _ in range(groups)]
@@ -172,7 +173,7 @@ def diverse(
 
 
 def standing(text: Text, constraints: list[Phrases]) -> tuple[int, list[int], bool]:
-    """The bank of a text, the tokens that bring it further, and whether it holds all."""
+    """Return a text's bank, the tokens that advance it, and whether all constraints are met."""
     waiting, met, current, begun = list(constraints), 0, None, []
     for token in text:
         if current is not None:
@@ -245,7 +246,7 @@ def constrained(model: Model, settings: Settings, constraints: list[Phrases]) ->
 
 
 def allocated(beams: list[Beam], constraints: list[Phrases]) -> list[Beam]:
-    """The best of each bank, the highest first, then the second best of each, and so on."""
+    """Return the best beam of each bank, highest bank first, then the second best, and so on."""
     banks = torch.tensor([standing(text, constraints)[0] for _, text in beams])
     order = (
         (banks * 100 + torch.tensor([total for total, _ in beams]))
@@ -281,6 +282,6 @@ def contrastive(model: Model, ends: list[int], longest: int, count: int, alpha: 
 
 
 def padded(texts: list[Text], ends: list[int], pad: int, longest: int) -> list[Text]:
-    """Texts of beams as `generate` hands them back: an end behind each, where there is room, and padding."""
+    """Return hypotheses as `generate` does: each with an end token where it fits, then padded."""
     width = min(max(map(len, texts)) + 1, longest)
     return [(text + ends[:1] + [pad] * width)[:width] for text in texts]

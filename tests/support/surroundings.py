@@ -1,6 +1,7 @@
-"""What lies around a call: settings of the process, and what somebody has done to a model between two calls of it.
+"""Surroundings of a call: process-wide settings, and changes to a model between two calls.
 
-Each is a context that takes a model and numbers to choose by, and leaves everything as it was.
+Each is a context manager that takes a model and a random number generator, and restores everything
+when it exits.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,19 +16,20 @@ Surrounding = Callable[[Any, Random], AbstractContextManager[None]]
 
 
 def _layer(model: Any, r: Random) -> tuple[nn.Module, str, nn.Linear]:
-    """A linear layer, with the module that has it and its name there."""
+    """Return a linear layer's parent module, its name there, and the layer."""
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     ]
-    return r.choice(found) if found else (model, "", nn.Linear(1, 1))  # GPT-2 has none but its head
+    # GPT-2 has no linear layer except its head
+    return r.choice(found) if found else (model, "", nn.Linear(1, 1))
 
 
 @contextmanager
 def setting(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    """Have a setting of the process a value."""
+    """Give a process-wide setting a value, and restore it."""
     change(value)
     try:
         yield
@@ -94,7 +96,7 @@ def function(_: Any, r: Random) -> Iterator[None]:
 
 
 class Adapted(nn.Module):
-    """A linear layer with a product of low rank beside it, as adapters have it."""
+    """A linear layer with a low-rank product added, as in adapters."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ def adapter(model: Any, r: Random) -> Iterator[None]:
 
 @contextmanager
 def weight(model: Any, r: Random) -> Iterator[None]:
-    """A weight that was written to, exchanged, or swapped, since the call before."""
+    """Write to, replace or swap a weight, and restore it."""
     layer = _layer(model, r)[2]
     own, how = layer.weight, r.choice(["written", "exchanged", "swapped"])
     before = own.detach().clone()
@@ -155,6 +157,7 @@ def weight(model: Any, r: Random) -> Iterator[None]:
 SURROUNDINGS: dict[str, Surrounding] = {
     made.__name__: made
     for made in (
-        default_dtype, default_device, deterministic, grad_mode, hook, forward, function, adapter, weight,
+        default_dtype, default_device, deterministic, grad_mode, hook, forward, function, adapter,
+        weight,
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Batches that run side by side, as tests want them."""
+"""Control continuous batching in tests."""
 
 from typing import Any
 
@@ -8,7 +8,11 @@ from fastgen.decoding.batching import continuous_batching
 
 
 def start_soon(monkeypatch: pytest.MonkeyPatch, freed: float = 0.2) -> list[int]:
-    """Let batches start once such a share of the tokens is free; return how many each step of several will be of."""
+    """Start batches as soon as a share `freed` of the tokens is free.
+
+    Returns:
+        A list that gets the number of batches in each joint step.
+    """
     seen, step = list[int](), continuous_batching.step
 
     def noted(running: Any, replay: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Tiny random models of every proven family, built from their configs: no weights are loaded from anywhere.
+"""Tiny random models of every proven family, built from their configs without loading weights.
 
-Weights have an enlarged spread, so that the logits of two tokens are rarely near a tie.
+Weights have a large standard deviation, so that the logits of two tokens are rarely near a tie.
 """
 
 import functools
@@ -20,21 +20,23 @@ VOCABULARY = 96
 PAD, EOS, START = 0, 2, 3
 
 _ENCODER_DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 128,
-    "init_std": 1.0, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS, "decoder_start_token_id": START,
+    "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24, "max_position_embeddings": 128, "init_std": 1.0, "pad_token_id": PAD,
+    "bos_token_id": 1, "eos_token_id": EOS, "decoder_start_token_id": START,
     "forced_eos_token_id": None,
 }  # fmt: skip
 _T5: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2,
-    "num_heads": 2, "initializer_factor": 3.0, "pad_token_id": PAD, "eos_token_id": EOS,
-    "decoder_start_token_id": START,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+    "vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2,
+    "num_decoder_layers": 2, "num_heads": 2, "initializer_factor": 3.0, "pad_token_id": PAD,
+    "eos_token_id": EOS, "decoder_start_token_id": START, "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
 }  # fmt: skip
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
-    "initializer_range": 0.8, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "initializer_range": 0.8, "pad_token_id": PAD,
+    "bos_token_id": 1, "eos_token_id": EOS,
 }  # fmt: skip
 
 
@@ -78,15 +80,15 @@ ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
 DECODERS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: tf.GPT2LMHeadModel(
         tf.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=256, initializer_range=0.8,
-            pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
+            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=256,
+            initializer_range=0.8, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
         )
     ),
     "opt": lambda: tf.OPTForCausalLM(
         tf.OPTConfig(
-            vocab_size=VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
-            word_embed_proj_dim=16, max_position_embeddings=256, init_std=0.8, pad_token_id=PAD, bos_token_id=1,
-            eos_token_id=EOS,
+            vocab_size=VOCABULARY, hidden_size=16, ffn_dim=24, num_hidden_layers=2,
+            num_attention_heads=2, word_embed_proj_dim=16, max_position_embeddings=256,
+            init_std=0.8, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
         )
     ),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_DECODER)),
@@ -95,7 +97,9 @@ DECODERS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**_DECODER, sliding_window=8)),
     "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**_DECODER)),
     "gemma2": lambda: tf.Gemma2ForCausalLM(
-        tf.Gemma2Config(**_DECODER, sliding_window=8, query_pre_attn_scalar=8, attn_implementation="eager")
+        tf.Gemma2Config(
+            **_DECODER, sliding_window=8, query_pre_attn_scalar=8, attn_implementation="eager",
+        )
     ),
     "gemma3_text": lambda: tf.Gemma3ForCausalLM(
         tf.Gemma3TextConfig(**_DECODER, sliding_window=8, query_pre_attn_scalar=8)
@@ -104,7 +108,9 @@ DECODERS: dict[str, Callable[[], Any]] = {
         tf.GPTNeoXConfig(
             **_without("head_dim", "num_attention_heads", "num_key_value_heads"),
             num_attention_heads=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+            rope_parameters={
+                "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+            },
         )
     ),
     "phi": lambda: tf.PhiForCausalLM(tf.PhiConfig(**_without("head_dim"), hidden_act="gelu_new")),
@@ -114,40 +120,43 @@ DECODERS: dict[str, Callable[[], Any]] = {
 STREAMS: dict[str, Callable[[], Any]] = {
     "prophetnet": lambda: tf.ProphetNetForConditionalGeneration(
         tf.ProphetNetConfig(
-            vocab_size=VOCABULARY, hidden_size=16, encoder_ffn_dim=24, decoder_ffn_dim=24, num_encoder_layers=3,
-            num_decoder_layers=2, num_encoder_attention_heads=2, num_decoder_attention_heads=2, init_std=1.0,
-            max_position_embeddings=64, num_buckets=6, relative_max_distance=10, ngram=3, pad_token_id=PAD,
-            bos_token_id=1, eos_token_id=EOS, decoder_start_token_id=START,
+            vocab_size=VOCABULARY, hidden_size=16, encoder_ffn_dim=24, decoder_ffn_dim=24,
+            num_encoder_layers=3, num_decoder_layers=2, num_encoder_attention_heads=2,
+            num_decoder_attention_heads=2, init_std=1.0, max_position_embeddings=64, num_buckets=6,
+            relative_max_distance=10, ngram=3, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
+            decoder_start_token_id=START,
         )
     ),
 }  # fmt: skip
-"""Families whose decoder has several streams, and attention of its own."""
+"""Families whose decoder has several streams and its own attention."""
 
 SPEECH: dict[str, Callable[[], Any]] = {
     "whisper": lambda: _with_speech_tokens(
         tf.WhisperForConditionalGeneration(tf.WhisperConfig(**_WHISPER))
     ),
 }
-"""Families that read the features of sounds, not tokens."""
+"""Families that take audio features instead of tokens."""
 
 FRAMES, MELS = 20, 8
-"""Frames of a segment of sound, and features of a frame."""
+"""Frames per audio segment, and features per frame."""
 
 TIMES = 73
-"""The first of the tokens that stand for times, up to the end of the vocabulary of `SPEECH`."""
+"""The first timestamp token; they extend to the end of the vocabulary of `SPEECH`."""
 
 _WHISPER: dict[str, Any] = {
-    "vocab_size": 84, "d_model": 16, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "num_mel_bins": MELS,
-    "max_source_positions": FRAMES // 2, "max_target_positions": 48, "init_std": 1.0, "pad_token_id": 59,
-    "bos_token_id": 59, "eos_token_id": 59, "decoder_start_token_id": 60, "median_filter_width": 3,
+    "vocab_size": 84, "d_model": 16, "encoder_layers": 3, "decoder_layers": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24, "num_mel_bins": MELS, "max_source_positions": FRAMES // 2,
+    "max_target_positions": 48, "init_std": 1.0, "pad_token_id": 59, "bos_token_id": 59,
+    "eos_token_id": 59, "decoder_start_token_id": 60, "median_filter_width": 3,
 }  # fmt: skip
 
 
 def _with_speech_tokens(model: Any) -> Any:
     settings: dict[str, Any] = {
-        "lang_to_id": {"<|en|>": 61, "<|de|>": 62, "<|fr|>": 63}, "task_to_id": {"transcribe": 64, "translate": 65},
-        "is_multilingual": True, "prev_sot_token_id": 66, "no_timestamps_token_id": TIMES - 1, "max_length": 20,
+        "lang_to_id": {"<|en|>": 61, "<|de|>": 62, "<|fr|>": 63},
+        "task_to_id": {"transcribe": 64, "translate": 65}, "is_multilingual": True,
+        "prev_sot_token_id": 66, "no_timestamps_token_id": TIMES - 1, "max_length": 20,
         "max_initial_timestamp_index": 4, "suppress_tokens": [1, 2, 60, 61, 62, 63, 64, 65, 66],
         "begin_suppress_tokens": [4, 59], "alignment_heads": [[0, 0], [1, 1]],
     }  # fmt: skip
@@ -157,7 +166,7 @@ def _with_speech_tokens(model: Any) -> Any:
 
 
 OWN_ATTENTION = "tests_own"
-"""The name of an attention implementation that no library knows."""
+"""Name of an attention implementation that no library defines."""
 
 AttentionInterface.register(OWN_ATTENTION, sdpa_attention_forward)
 AttentionMaskInterface.register(OWN_ATTENTION, sdpa_mask)
@@ -165,8 +174,9 @@ AttentionMaskInterface.register(OWN_ATTENTION, sdpa_mask)
 FAMILIES = ENCODER_DECODERS | DECODERS
 
 _GPTJ: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "rotary_dim": 4,
-    "initializer_range": 0.5, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS,
+    "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
+    "rotary_dim": 4, "initializer_range": 0.5, "pad_token_id": PAD, "bos_token_id": 1,
+    "eos_token_id": EOS,
 }  # fmt: skip
 _FALCON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -188,33 +198,39 @@ def _stablelm(**form: Any) -> Any:
 MORE: dict[str, Callable[[], Any]] = {
     "bloom": lambda: tf.BloomForCausalLM(
         tf.BloomConfig(
-            vocab_size=VOCABULARY, hidden_size=24, n_layer=2, n_head=3, initializer_range=0.5, pad_token_id=PAD,
-            bos_token_id=1, eos_token_id=EOS,
+            vocab_size=VOCABULARY, hidden_size=24, n_layer=2, n_head=3, initializer_range=0.5,
+            pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
         )
     ),
     "falcon": _falcon,
     "falcon-40b": lambda: _falcon(new_decoder_architecture=True, num_kv_heads=2),
-    "falcon-11b": lambda: _falcon(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    "falcon-11b": lambda: _falcon(
+        new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1,
+    ),
     "falcon-rw": lambda: _falcon(alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "gptj": lambda: tf.GPTJForCausalLM(tf.GPTJConfig(**_GPTJ)),
     "codegen": lambda: tf.CodeGenForCausalLM(tf.CodeGenConfig(**_GPTJ)),
     "gpt_neo": lambda: tf.GPTNeoForCausalLM(
         tf.GPTNeoConfig(
-            vocab_size=VOCABULARY, hidden_size=16, num_layers=2, num_heads=2, window_size=8, initializer_range=0.5,
-            attention_types=[[["global", "local"], 1]], max_position_embeddings=128, pad_token_id=PAD, bos_token_id=1,
-            eos_token_id=EOS,
+            vocab_size=VOCABULARY, hidden_size=16, num_layers=2, num_heads=2, window_size=8,
+            initializer_range=0.5, attention_types=[[["global", "local"], 1]],
+            max_position_embeddings=128, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
         )
     ),
     "mpt": lambda: tf.MptForCausalLM(
         tf.MptConfig(
-            d_model=24, n_heads=3, n_layers=2, max_seq_len=64, vocab_size=VOCABULARY, initializer_range=0.5,
-            use_cache=True, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
+            d_model=24, n_heads=3, n_layers=2, max_seq_len=64, vocab_size=VOCABULARY,
+            initializer_range=0.5, use_cache=True, pad_token_id=PAD, bos_token_id=1,
+            eos_token_id=EOS,
         )
     ),
-    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**_DECODER, logit_scale=0.5, use_qk_norm=True)),
+    "cohere": lambda: tf.CohereForCausalLM(
+        tf.CohereConfig(**_DECODER, logit_scale=0.5, use_qk_norm=True),
+    ),
     "granite": lambda: tf.GraniteForCausalLM(
         tf.GraniteConfig(
-            **_DECODER, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6, logits_scaling=2.0
+            **_DECODER, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.6,
+            logits_scaling=2.0
         )
     ),
     "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_DECODER)),
@@ -223,15 +239,16 @@ MORE: dict[str, Callable[[], Any]] = {
     "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**_without("head_dim"))),
     "xglm": lambda: tf.XGLMForCausalLM(
         tf.XGLMConfig(
-            vocab_size=VOCABULARY, d_model=16, ffn_dim=24, num_layers=2, attention_heads=2, init_std=0.5,
-            max_position_embeddings=128, pad_token_id=PAD, bos_token_id=1, eos_token_id=EOS,
-            decoder_start_token_id=START,
+            vocab_size=VOCABULARY, d_model=16, ffn_dim=24, num_layers=2, attention_heads=2,
+            init_std=0.5, max_position_embeddings=128, pad_token_id=PAD, bos_token_id=1,
+            eos_token_id=EOS, decoder_start_token_id=START,
         )
     ),
     "led": lambda: tf.LEDForConditionalGeneration(
         tf.LEDConfig(
-            **{k: v for k, v in _ENCODER_DECODER.items() if k != "max_position_embeddings"}, attention_window=4,
-            max_encoder_position_embeddings=64, max_decoder_position_embeddings=64,
+            **{k: v for k, v in _ENCODER_DECODER.items() if k != "max_position_embeddings"},
+            attention_window=4, max_encoder_position_embeddings=64,
+            max_decoder_position_embeddings=64,
         )
     ),
     "mvp": lambda: tf.MvpForConditionalGeneration(tf.MvpConfig(**_ENCODER_DECODER)),
@@ -242,7 +259,7 @@ MORE: dict[str, Callable[[], Any]] = {
         )
     ),
 }  # fmt: skip
-"""Families, and forms of them, that `test_more_families.py` alone goes through, in fewer combinations."""
+"""Families and variants that only `test_more_families.py` uses, in fewer combinations."""
 
 
 def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
@@ -252,7 +269,7 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any
 
 
 def unproven(dtype: torch.dtype = torch.float32) -> Any:
-    """Return a tiny model of a family that has no record."""
+    """Return a tiny model of a family without a spec."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -266,15 +283,14 @@ def unproven(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def alone(model: Any) -> Any:
-    """Make a model compute all attention by itself, as one whose forward somebody changed may do; return it."""
+    """Make a model compute all attention itself, as a modified forward may do, and return it."""
     kind = type(model)
 
     class Alone(kind):
         @functools.wraps(kind.forward)
+        # No attention function of fastgen's applies, whatever transformers looks up.
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            token = current_step.set(
-                None
-            )  # no attention function of fastgen's, whatever is looked up
+            token = current_step.set(None)
             try:
                 return super().forward(*args, **kwargs)
             finally:
@@ -287,9 +303,14 @@ def alone(model: Any) -> Any:
 def batch(
     model: Any, sentences: int, length: int, padding: str = "natural", seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Return input_ids and attention_mask with sentences of different lengths.
+    """Return input_ids and attention_mask of sentences of different lengths.
 
-    padding: "none", "left", "right", or "natural": right for an encoder, left for a decoder.
+    Args:
+        model: the model, whose kind decides about natural padding.
+        sentences: B.
+        length: S.
+        padding: "none", "left", "right", or "natural": right for an encoder, left for a decoder.
+        seed: seed of the tokens and lengths.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, VOCABULARY, (sentences, length), generator=generator)
@@ -307,12 +328,12 @@ def batch(
 
 _ENCODER: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 24, "max_position_embeddings": 40, "initializer_range": 0.5, "num_labels": 5,
-    "pad_token_id": PAD,
+    "intermediate_size": 24, "max_position_embeddings": 40, "initializer_range": 0.5,
+    "num_labels": 5, "pad_token_id": PAD,
 }  # fmt: skip
 _DISTILBERT: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 40,
-    "initializer_range": 0.5, "num_labels": 5, "pad_token_id": PAD,
+    "vocab_size": VOCABULARY, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24,
+    "max_position_embeddings": 40, "initializer_range": 0.5, "num_labels": 5, "pad_token_id": PAD,
 }  # fmt: skip
 ENCODERS = ("Bert", "Camembert", "DistilBert", "Electra", "Roberta", "XLMRoberta")
 
@@ -320,7 +341,10 @@ ENCODERS = ("Bert", "Camembert", "DistilBert", "Electra", "Roberta", "XLMRoberta
 def encoder(
     family: str, head: str = "Model", dtype: torch.dtype = torch.float64, **more: Any
 ) -> Any:
-    """Return a tiny encoder of a family of `ENCODERS`, with a head: "Model", "ForTokenClassification" and the like."""
+    """Return a tiny encoder of a family of `ENCODERS`.
+
+    `head` is "Model", "ForTokenClassification" and the like.
+    """
     options = _DISTILBERT if family == "DistilBert" else _ENCODER
     torch.manual_seed(0)
     return (

@@ -1,4 +1,7 @@
-"""UniLM: what it computes is what a BERT computes over source, targets and a mask; cached, shared, loaded, trained."""
+"""UniLM computes what a BERT computes over source, target and a mask, cached or in training.
+
+Also covers the shared KV cache and the loading of checkpoints.
+"""
 
 import json
 import pickle
@@ -32,11 +35,11 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "samples": {"do_sample": True, "num_return_sequences": 3, "top_k": 20},
 }
-MASK = 1  # in the zoo
+MASK = 1  # as in the zoo
 
 
 def bert_of(model: Any) -> Any:
-    """transformers' own BERT with a model's weights."""
+    """Return transformers' BERT with a model's weights."""
     values = {
         name: value
         for name, value in model.config.to_dict().items()
@@ -56,7 +59,7 @@ def bert_of(model: Any) -> Any:
 def predicted(
     bert: Any, source: Tensor, targets: Tensor, source_type: int = 0, target_type: int = 1
 ) -> Tensor:
-    """Return the logits (V,) of a mask behind source (S,) and targets (T,): one text, nothing kept, nothing padded."""
+    """Return the logits (V,) of a mask after source (S,) and targets (T,), computed uncached."""
     ids = torch.cat([source, targets, torch.tensor([MASK])])
     first, length = len(source), len(ids)
     sees = torch.ones(length, length).tril().bool()
@@ -69,7 +72,7 @@ def predicted(
 
 
 class Recomputed(UniLMForConditionalGeneration):
-    """A UniLM by its definition: a BERT reads every text anew for each of its tokens."""
+    """UniLM by its definition: a BERT reads the whole text for each new token."""
 
     bert_of_it: Any
 
@@ -104,10 +107,9 @@ def test_cached_steps_are_those_of_a_bert_that_reads_all_anew(method: str, paddi
     assert call.plan.fused
     for found in (stock, ours):
         assert torch.equal(found.sequences, truth.sequences)
+        # transformers keeps them in fp32.
         for step, exact in zip(found.logits, truth.logits, strict=True):
-            torch.testing.assert_close(
-                step, exact, atol=1e-6, rtol=1e-6
-            )  # transformers keeps them in fp32
+            torch.testing.assert_close(step, exact, atol=1e-6, rtol=1e-6)
         if "num_beams" in kwargs:
             torch.testing.assert_close(
                 found.sequences_scores, truth.sequences_scores, atol=1e-6, rtol=1e-6
@@ -115,7 +117,7 @@ def test_cached_steps_are_those_of_a_bert_that_reads_all_anew(method: str, paddi
 
 
 def test_logits_in_full_precision() -> None:
-    """Of training's one pass and of cached passes over any number of tokens, to 1e-9."""
+    """Training in one pass and cached passes over several tokens agree with a BERT to 1e-9."""
     model = zoo.build("unilm")
     inputs = zoo.batch(model, 3, 8, "right")
     labels = torch.randint(4, zoo.VOCABULARY, (3, 6))
@@ -139,7 +141,7 @@ def test_logits_in_full_precision() -> None:
             past = outputs[CACHE]
             found.append(outputs.logits)
         torch.testing.assert_close(torch.cat(found, 1), exact, atol=1e-9, rtol=1e-9)
-    # Labels that are none, as a collator fills up a batch, change nothing about the others.
+    # Ignored labels, with which a collator pads a batch, do not affect the other labels.
     short = labels.clone()
     short[1, 3:] = -100
     found_short = model(**inputs, labels=short).logits
@@ -151,7 +153,7 @@ def test_logits_in_full_precision() -> None:
 def test_steps_from_the_weights_and_through_the_modules(
     method: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both over the shared cache, whatever its slots: swept, grown, left by sentences that have ended."""
+    """Both use the shared KV cache, through compaction, growth and finished sentences."""
     if step == "module":
         monkeypatch.setenv("FASTGEN_STEP", step)
         config.reload()
@@ -220,19 +222,21 @@ def test_what_cannot_be_had_is_said() -> None:
 def _published(
     folder: Path, model: Any, rename: Callable[[str], str] = str, **values: Any
 ) -> tuple[Path, Path]:
-    """Write a model's weights as s2s-ft publishes them: one file of torch's, and a config without a type."""
+    """Write weights as s2s-ft publishes them: one torch file, and a config without a model type."""
     state = {
         rename(name): value for name, value in model.state_dict().items() if "decoder." not in name
     }
     state |= {
         "cls.predictions.decoder_weight": model.get_input_embeddings().weight.detach(),
         "bert.pooler.dense.weight": torch.zeros(16, 16), "bert.pooler.dense.bias": torch.zeros(16),
-        "cls.seq_relationship.weight": torch.zeros(2, 16), "cls.seq_relationship.bias": torch.zeros(2),
+        "cls.seq_relationship.weight": torch.zeros(2, 16),
+        "cls.seq_relationship.bias": torch.zeros(2),
     }  # fmt: skip
     names = (
-        "attention_probs_dropout_prob", "hidden_act", "hidden_dropout_prob", "hidden_size", "initializer_range",
-        "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "type_vocab_size",
-        "vocab_size", "layer_norm_eps", "source_type_id", "target_type_id",
+        "attention_probs_dropout_prob", "hidden_act", "hidden_dropout_prob", "hidden_size",
+        "initializer_range", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+        "num_hidden_layers", "type_vocab_size", "vocab_size", "layer_norm_eps", "source_type_id",
+        "target_type_id",
     )  # fmt: skip
     weights, settings = folder / "unilm1.2.bin", folder / "unilm1.2-config.json"
     torch.save(state, weights)
@@ -240,13 +244,21 @@ def _published(
     return weights, settings
 
 
-SPECIAL = {"mask_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}  # those of the zoo
+SPECIAL = {"mask_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}  # as in the zoo
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["", "norms as in TensorFlow"])
 def test_published_checkpoints(tmp_path: Path, old: bool) -> None:
     model = zoo.build("unilm", torch.float32)
-    rename = (lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")) if old else str  # fmt: skip
+    rename = (
+        (
+            lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            )
+        )
+        if old
+        else str
+    )
     weights, settings = _published(tmp_path, model, rename)
     found = load(weights, settings, **SPECIAL)
     assert not found.training
@@ -263,7 +275,10 @@ def test_published_checkpoints(tmp_path: Path, old: bool) -> None:
 
 
 def test_other_numbers_of_positions(tmp_path: Path) -> None:
-    """Longer tables begin again, as s2s-ft makes them; by an argument, or where a published config has more."""
+    """Longer position tables repeat the weights, as in s2s-ft.
+
+    The length comes from an argument, or from a published config.
+    """
     model = zoo.build("unilm", torch.float32)
     table = model.bert.embeddings.position_embeddings.weight
     weights, settings = _published(tmp_path, model, max_position_embeddings=200)
@@ -285,8 +300,8 @@ def test_other_numbers_of_positions(tmp_path: Path) -> None:
 def test_a_plain_bert(tmp_path: Path, kind: Any) -> None:
     torch.manual_seed(0)
     settings = tf.BertConfig(
-        vocab_size=110, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=32, initializer_range=0.5,
+        vocab_size=110, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=32, initializer_range=0.5,
     )  # fmt: skip
     bert = kind(settings).eval()
     bert.save_pretrained(tmp_path)
@@ -306,7 +321,7 @@ def test_a_plain_bert(tmp_path: Path, kind: Any) -> None:
         assert model.config.is_encoder_decoder
         source, labels = torch.randint(4, 100, (1, 7)), torch.randint(4, 100, (1, 3))
         assert model.generate(source, max_new_tokens=5)[0, 0] == 101
-        if kind is tf.BertForMaskedLM:  # which has all the weights
+        if kind is tf.BertForMaskedLM:  # it has all the weights
             sees = torch.ones(1, 1, 8, 8)
             sees[..., :7, 7] = 0
             hidden = (1 - sees) * torch.finfo(torch.float32).min
@@ -321,7 +336,7 @@ def test_a_plain_bert(tmp_path: Path, kind: Any) -> None:
 
 
 def test_types_of_tokens_are_the_configs() -> None:
-    """UniLM 1 has 4 for a source and 5 for a target."""
+    """UniLM 1 has type 4 for the source and 5 for the target."""
     values = zoo.build("unilm").config.to_dict() | {
         "type_vocab_size": 6,
         "source_type_id": 4,
@@ -366,7 +381,7 @@ def test_configs_that_are_refused(tmp_path: Path, values: dict[str, Any], messag
 
 
 class _Code:
-    """What runs code where it is unpickled without care."""
+    """An object that runs code when it is unpickled without weights_only."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.fail, ("code of a checkpoint ran",)
@@ -402,11 +417,15 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
 
 
 def test_it_learns_to_reverse() -> None:
-    """Fine-tuned on texts and their reverse: loss falls, and most new texts are reversed, which a copy never is."""
+    """Fine-tuning on texts and their reverse: the loss falls, and most new texts are reversed.
+
+    Copying the source would reverse almost none of them.
+    """
     torch.manual_seed(0)
     settings = UniLMConfig(
-        vocab_size=14, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SPECIAL,
+        vocab_size=14, hidden_size=48, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=16, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, **SPECIAL,
     )  # fmt: skip
     model = UniLMForConditionalGeneration(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)

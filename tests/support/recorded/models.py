@@ -1,4 +1,4 @@
-"""Tiny models whose weights follow from their names alone, so that any transformers makes the same ones."""
+"""Tiny models whose weights depend on their names alone, so every version makes the same ones."""
 
 import zlib
 from typing import Any
@@ -16,14 +16,16 @@ _TOKENS: dict[str, Any] = {
     "eos_token_id": EOS,
 }
 _BART: dict[str, Any] = {
-    **_TOKENS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 64,
-    "decoder_start_token_id": START, "forced_eos_token_id": None,
+    **_TOKENS, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24, "max_position_embeddings": 64, "decoder_start_token_id": START,
+    "forced_eos_token_id": None,
 }  # fmt: skip
 _GPT2: dict[str, Any] = {**_TOKENS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
 _LLAMA: dict[str, Any] = {
-    **_TOKENS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64,
+    **_TOKENS, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+    "max_position_embeddings": 64,
 }  # fmt: skip
 
 KINDS = {
@@ -40,9 +42,8 @@ def build(kind: str) -> Any:
         for name, weight in sorted(model.state_dict().items()):
             if weight.is_floating_point():
                 _fill(name, weight)
-        _fill(
-            "embeddings", model.get_input_embeddings().weight
-        )  # which has several names where it is shared
+        # A shared weight has several names; take the same one everywhere.
+        _fill("embeddings", model.get_input_embeddings().weight)
         if not model.config.tie_word_embeddings:
             _fill("head", model.get_output_embeddings().weight)
     return model
@@ -59,7 +60,7 @@ def _fill(name: str, weight: torch.Tensor) -> None:
 def inputs(
     model: Any, seed: int = 0, sentences: int = 3, length: int = 6
 ) -> dict[str, torch.Tensor]:
-    """Return sentences of different lengths, padded on the side that the model wants."""
+    """Return sentences of different lengths, padded on the side that the model expects."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, VOCABULARY, (sentences, length), generator=generator)
     mask = torch.ones_like(ids)

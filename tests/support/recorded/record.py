@@ -1,7 +1,8 @@
-"""Write what the last transformers that had a method gave for a list of calls.
+"""Record the outputs of decoding methods in the last transformers release that had them.
 
-Run it where that release is installed, 4.56.2 for beams and 4.55.4 for contrastive search:
-``python record.py CALLS.json > OUTPUTS.json``. A call is {"model": ..., "seed": ..., "options": {...}}.
+Run it with that release installed, 4.56.2 for beam methods and 4.55.4 for contrastive search:
+``python record.py CALLS.json > OUTPUTS.json``. A call is ``{"model": ..., "seed": ..., "options":
+{...}}``.
 """
 
 import json
@@ -16,7 +17,10 @@ import models
 
 
 def noting(scorer, seen):
-    """Have a scorer's `finalize` note its scores: asking `generate` for them fails in fp64, or with too few beams."""
+    """Make a scorer's `finalize` record its scores.
+
+    Requesting them from `generate` fails in fp64, and with too few beams.
+    """
     finalize = scorer.finalize
 
     def noted(self, *args, **kwargs):
