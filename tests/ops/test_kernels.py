@@ -1174,7 +1174,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_attention(ops, "cpu", 2, 16, 8, 1, 65, 8),
     ),
     "attention: the newest of each sentence": (
-        beam_attention, "from_row = sentence * beams + new", "from_row = new",
+        beam_attention, "new_row = sentence * beams + new", "new_row = new",
         lambda ops: _check_newest(ops, "cpu", 3, 5, 6, 2, 35, 8),
     ),
     "attention: the newest of each part": (
@@ -1200,7 +1200,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_norm(ops, "cpu", 5, 33, torch.float32, True, True, True, True, False),
     ),
     "activation: the bias's place": (
-        activation, "at % dims", "at",
+        activation, "offset % dims", "offset",
         lambda ops: _check_activation(ops, "cpu", "relu", torch.float32, 33),
     ),
     "sample: the last of k": (
@@ -1213,7 +1213,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_sample(ops, "cpu", {"top_p": 0.9}),
     ),
     "sample: entropy": (
-        sample, "highest + weighted / whole", "highest - weighted / whole",
+        sample, "highest + weighted / total_mass", "highest - weighted / total_mass",
         lambda ops: _check_sample(ops, "cpu", {"typical_p": 0.3}),
     ),
     "rotation: the sign": (
@@ -1225,7 +1225,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_rotation(ops, "cpu", torch.float32, 8, 8, False),
     ),
     "rotation: what is not turned": (
-        rotation, "tl.where(is_turned, (straight", "tl.where(there, (straight",
+        rotation, "tl.where(is_turned, (cosine_term", "tl.where(is_dim, (cosine_term",
         lambda ops: _check_rotation(ops, "cpu", torch.float32, 80, 32, False),
     ),
     "cache: slots": (

@@ -1,4 +1,4 @@
-"""The shape of the package: imports point one way, toolkits stay in their folders, and importing it is cheap."""
+"""The shape of the package: imports point one way, and importing it is cheap."""
 
 import ast
 import json
@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fastgen"
 
-# A part may import itself and those before it. What is not listed may be imported by all, and imports no part.
+# A part may import itself and those before it. All parts may import what is not listed,
+# which imports no part.
 ORDER = (
     "ops",
     "models",
@@ -32,7 +33,7 @@ TOOLKIT_FOLDERS = ("patches", "unilm", "corpus", "ray", "cli")
 
 
 def violations(package: Path) -> list[str]:
-    """Return what is wrong with the import statements of a package that is laid out like fastgen, one line each."""
+    """Return what is wrong with the imports of a package laid out like fastgen, one line each."""
     found: list[str] = []
     for file in sorted(package.rglob("*.py")):
         part = _part(file, package)
@@ -64,7 +65,7 @@ def _part(file: Path, package: Path) -> str:
 
 
 def _imports(file: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and absolute name of every module that a file imports, wherever in the file the statement stands."""
+    """Yield line and absolute name of every module that a file imports, at any place."""
     here = (package.name, *file.relative_to(package).parent.parts)
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
         if isinstance(node, ast.Import):
@@ -175,7 +176,8 @@ def test_a_planted_violation_is_found(
     [
         (
             "ops/a.py",
-            "import torch\nfrom fastgen.ops.b import c\nfrom fastgen import config\nfrom . import d",
+            "import torch\nfrom fastgen.ops.b import c\n"
+            "from fastgen import config\nfrom . import d",
         ),
         (
             "models/a.py",
@@ -184,11 +186,13 @@ def test_a_planted_violation_is_found(
         ("decoding/a.py", "from fastgen import models, ops\nimport transformers_extra"),
         (
             "patches/a.py",
-            "import transformers, fairseq\nfrom fastgen.decoding import a\nfrom fastgen import _version",
+            "import transformers, fairseq\n"
+            "from fastgen.decoding import a\nfrom fastgen import _version",
         ),
         (
             "cli/a.py",
-            "import fastgen\nfrom fastgen import status\nimport transformers\nfrom fastgen.patches import a",
+            "import fastgen\nfrom fastgen import status\n"
+            "import transformers\nfrom fastgen.patches import a",
         ),
         ("__init__.py", "from fastgen.patches import enable\nfrom fastgen.config import settings"),
         ("ray/a.py", "import ray.data\nfrom fastgen.corpus import b\nfrom fastgen.ray.c import d"),
@@ -253,7 +257,7 @@ print(json.dumps([share, sorted(set(sys.modules) - before)]))
 
 
 def test_import_is_cheap_and_imports_no_toolkit() -> None:
-    """Processor time beside that of torch's import, and the best of several: what else the machine does adds to it."""
+    """Compare processor time with that of torch's import; the best of several, as load adds to it."""
     best = float("inf")
     for _ in range(8):
         share, modules = json.loads(_python(MEASURE))
