@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args:
         argv: the arguments; default: those of this process.
+
     Returns:
         The exit status: 2 for errors that the user has to correct, 130 after an interrupt.
     """

@@ -42,6 +42,7 @@ def usable_device(device: str | None, threads: int | None) -> str:
     Args:
         device: name of the device; None for CUDA if available, else the CPU.
         threads: number of threads; None or 0 to leave it as it is.
+
     Raises:
         CommandError: torch cannot use the device.
     """

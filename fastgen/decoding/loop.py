@@ -86,6 +86,7 @@ def decode(
     Args:
         made: Output of the prefill. It is freed after the first token selection.
         pause: Polled before every call of the backend; True suspends the loop.
+
     Returns:
         Whether the search is over; False if it was suspended.
     """

@@ -71,6 +71,7 @@ def fused_activation_reference(
         kind: gelu, gelu_tanh, relu or silu.
         bias: (D,), the bias of the preceding linear layer, or None.
         gate: (..., D) of x's shape, for gated feed-forward layers (Shazeer 2020), or None.
+
     Returns:
         (..., D) in x's dtype.
     """

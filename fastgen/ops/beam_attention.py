@@ -81,6 +81,7 @@ def beam_attention_reference(
         softcap: if given, scores become softcap * tanh(scores / softcap) before the mask is added.
         seen: (1,) int64 on the device. If given, only the first `seen` keys take part, whatever the
             other keys, values and mask entries hold.
+
     Returns:
         (B, M, H, D) in the query's dtype.
     """
@@ -135,6 +136,7 @@ def beam_attention(
         query: as in `beam_attention_reference`, like the arguments up to `seen`.
         newest: keys and values of the newest tokens. If given, they are written to the last M
             visible slots before attention is computed.
+
     Raises:
         ValueError: the shapes do not fit; the message holds them.
     """

@@ -52,6 +52,7 @@ def write_slots_(
         new_keys: (B * M, H, 1, D).
         new_values: (B * M, H, 1, D).
         start: as in `write_slots_reference`.
+
     Raises:
         ValueError: the shapes do not fit; the message holds them.
     """
@@ -91,6 +92,7 @@ def move_sentences_(buffer: Tensor, to: Tensor, origin: Tensor) -> None:
         buffer: (B, H, N, D).
         to: (N,) int64, the sentences to overwrite, each at most once and none of `origin`.
         origin: (N,) int64, the sentences to copy.
+
     Raises:
         ValueError: the shapes do not fit; the message holds them.
     """

@@ -150,6 +150,7 @@ def use_triton(
         able: whether the kernel covers these shapes and dtypes; called only where kernels run.
         tensor: decides on the device; an empty tensor runs the reference.
         others: must be on the same device, or None.
+
     Raises:
         RuntimeError: FASTGEN_OPS=triton, but no kernels are available.
     """
@@ -172,8 +173,10 @@ def chosen(
             tensors are `plain`; called only where a library is loaded.
         tensor: decides on the device; an empty tensor runs the reference.
         others: must be on the same device for the kernel to run, or None.
+
     Returns:
         `TRITON`, `REFERENCE`, or the C library.
+
     Raises:
         RuntimeError: FASTGEN_OPS=triton, but no kernels are available; or FASTGEN_OPS=native, but
             no library is available.

@@ -27,6 +27,7 @@ def embedding_reference(
         scale: the factor of the token embeddings.
         position: (C,), the same for all rows, or (R, C); None to add nothing.
         padding: (id, row): the row (C,) or (R, C) that replaces `position` for this token id.
+
     Returns:
         (R, C).
     """

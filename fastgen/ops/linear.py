@@ -229,6 +229,7 @@ def described(packed: bool = True) -> tuple[str, str | None]:
 
     Args:
         packed: whether weights may be packed.
+
     Returns:
         The description, and the reason why the choice is restricted, or None.
     """
@@ -433,6 +434,7 @@ def linear(
         bias: (N,), or None.
         activation: gelu, gelu_tanh, relu or silu, applied to the result; or None.
         residual: (..., N), added to the result; not with an activation.
+
     Returns:
         (..., N).
     """

@@ -41,6 +41,7 @@ def norm_reference(
         rms: divide by the root of the mean square (RMSNorm) instead of subtracting the mean first
             (LayerNorm).
         offset: the scale is weight + offset; 1 for Gemma's weights, which are differences from one.
+
     Returns:
         normalised, total: of x's shape and dtype; total is x itself if nothing is added.
     Numerics: the sum has the dtype of x; everything after it is fp32 (fp64 for fp64). RMSNorm

@@ -65,8 +65,10 @@ def turn_into_slots_(
         keys: (B, Hkv, N, D), the buffer of keys, as in `ops.cache.write_slots_`.
         values: (B, Hkv, N, D), the buffer of values.
         start: the first of the M slots of each sentence; (1,) int64 if only the device knows it.
+
     Returns:
         The rotated queries, (R, H, D).
+
     Raises:
         ValueError: the shapes do not fit; the message holds them.
     """

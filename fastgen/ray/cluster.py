@@ -36,6 +36,7 @@ class Connection:
             actors: number of actors.
             cpus: processors of each actor.
             gpus: GPUs of each actor.
+
         Raises:
             CommandError: a cluster that was started here cannot hold them all.
         """

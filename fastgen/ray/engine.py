@@ -268,8 +268,10 @@ def _counted(
         on_error: see `Generator`.
         of_lines: whether the rows come from lines of text, which may be blank.
         to_lines: whether they are written as lines of text, none of which may be missing.
+
     Returns:
         The rows to write.
+
     Raises:
         CommandError: a row has a problem, and on_error="fail".
         RuntimeError: the rows are not the next ones.

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         The exit status; 1 if nothing can listen at the host and port.
+
     Raises:
         CommandError: a setting is invalid, or `start` raises it.
     """

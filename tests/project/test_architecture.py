@@ -176,8 +176,10 @@ def test_a_planted_violation_is_found(
     [
         (
             "ops/a.py",
-            "import torch\nfrom fastgen.ops.b import c\n"
-            "from fastgen import config\nfrom . import d",
+            (
+                "import torch\nfrom fastgen.ops.b import c\n"
+                "from fastgen import config\nfrom . import d"
+            ),
         ),
         (
             "models/a.py",
@@ -186,13 +188,17 @@ def test_a_planted_violation_is_found(
         ("decoding/a.py", "from fastgen import models, ops\nimport transformers_extra"),
         (
             "patches/a.py",
-            "import transformers, fairseq\n"
-            "from fastgen.decoding import a\nfrom fastgen import _version",
+            (
+                "import transformers, fairseq\n"
+                "from fastgen.decoding import a\nfrom fastgen import _version"
+            ),
         ),
         (
             "cli/a.py",
-            "import fastgen\nfrom fastgen import status\n"
-            "import transformers\nfrom fastgen.patches import a",
+            (
+                "import fastgen\nfrom fastgen import status\n"
+                "import transformers\nfrom fastgen.patches import a"
+            ),
         ),
         ("__init__.py", "from fastgen.patches import enable\nfrom fastgen.config import settings"),
         ("ray/a.py", "import ray.data\nfrom fastgen.corpus import b\nfrom fastgen.ray.c import d"),
@@ -257,7 +263,7 @@ print(json.dumps([share, sorted(set(sys.modules) - before)]))
 
 
 def test_import_is_cheap_and_imports_no_toolkit() -> None:
-    """Compare processor time with that of torch's import; the best of several, as load adds to it."""
+    """Compare processor time with that of torch's import; take the best, as load adds to it."""
     best = float("inf")
     for _ in range(8):
         share, modules = json.loads(_python(MEASURE))

@@ -85,6 +85,7 @@ def margins(
         options: the other arguments of that call.
         stock: (B, length) token ids of the toolkit, one sequence per sentence.
         other: (B, length) token ids to compare, one sequence per sentence.
+
     Returns:
         The smallest score gap by which the search may have turned away from `other`, for the number
         of each sequence that differs. Infinite if the search could not have produced it.

@@ -154,6 +154,7 @@ def compare(
         precision: stop once the half width of the interval is below this share of the ratio (0.01 =
             1%).
         budget: stop once the rounds have taken this many seconds.
+
     Raises:
         ValueError: rounds < 1 or warmup < 0.
     """
@@ -213,9 +214,11 @@ def interleave(
         warmup: untimed calls of each arm before the first round. The last outputs are checked.
         synchronize: waits for the device; called before the clock starts and before it stops.
         enough: gets the times so far and the seconds elapsed. If it returns True, the run ends.
+
     Returns:
         The seconds of each arm in each round, and the first difference or None. With a difference
         there are no times.
+
     Raises:
         ValueError: rounds < 1 or warmup < 0.
     """

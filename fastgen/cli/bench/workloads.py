@@ -85,6 +85,7 @@ def translation(folder: Path, sentences: int) -> tuple[Workload, Text]:
     Args:
         folder: the example: model/, test.en and test.es.
         sentences: number of lines to take.
+
     Raises:
         CommandError: `folder` does not hold the example.
     """

@@ -28,6 +28,7 @@ def finished(
         header: everything that they depend on, JSON-ready; `header["lines"]` is their number.
         make: `make(n)` yields the outputs from number n on, counted from 0.
         restart: delete existing outputs first.
+
     Raises:
         CommandError: the file's outputs were made under other conditions; the message says which.
     """

@@ -125,6 +125,7 @@ def encode(
         lines: the texts.
         append_eos: whether to append the end token.
         limit: the most tokens of a line, end token included; None for the tokenizer's own limit.
+
     Raises:
         CommandError: a line has no tokens, the tokenizer has no end token, or adds it itself.
     """

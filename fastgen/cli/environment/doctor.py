@@ -68,6 +68,7 @@ def _start() -> list[Finding]:
 
     Returns:
         A finding for each of these variables.
+
     Raises:
         MissingPackageError: a package that fastgen needs is not installed.
     """

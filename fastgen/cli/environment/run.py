@@ -64,8 +64,10 @@ def run_target(target: str, args: list[str], module: bool = False) -> int:
         target: a console script's name, a .py file, or a module.
         args: the program's arguments.
         module: whether `target` is a module, as with `python -m`.
+
     Returns:
         The exit status.
+
     Raises:
         CommandError: there is no such program, it cannot be read, or a part of fairseq is not
             installed.

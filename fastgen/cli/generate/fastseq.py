@@ -48,6 +48,7 @@ def task(folder: Path, config: Mapping[str, Any], name: str | None, known: Set[s
         name: name of the task.
         known: arguments of `generate`. Other parameters of the task are for training and are
             ignored.
+
     Raises:
         CommandError: the config has no such task; the message lists the ones that it has.
     """

@@ -1,8 +1,8 @@
-"""Generate from every text of a corpus: files in, one file out, in the order of the input.
+r"""Generate from every text of a corpus: files in, one file out, in the order of the input.
 
 Examples:
     fastgen generate MODEL --input text.en --output text.es --num-beams 4 --max-new-tokens 128
-    fastgen generate MODEL --input news.jsonl.gz --column article \\
+    fastgen generate MODEL --input news.jsonl.gz --column article \
         --output summaries.jsonl.gz --prefix "summarize: "
 """
 

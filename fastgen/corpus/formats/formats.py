@@ -72,6 +72,7 @@ def rows(kind: str, name: str, stream: BinaryIO, layout: Layout) -> Iterator[Row
         name: path of the file, for messages; a dataset is read from it.
         stream: the contents of the file; not used for a dataset.
         layout: its columns and dialect.
+
     Raises:
         CommandError: a column is missing, or the file is not of this format.
     """

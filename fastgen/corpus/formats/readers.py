@@ -102,6 +102,7 @@ class Files:
 
         Returns:
             The fields; None if the format has none, or the file can be read only once.
+
         Raises:
             CommandError: a file cannot be read, is empty, lacks a column, or has other columns than
                 the first file.

@@ -39,6 +39,7 @@ def blocks(source: Source, size: int, known: Sequence[str]) -> Iterator[Block]:
         source: the source.
         size: records of a block; the last one may have fewer.
         known: digests of the blocks of earlier runs, which are read again and compared.
+
     Raises:
         CommandError: a block has other records than in an earlier run, or is missing.
     """

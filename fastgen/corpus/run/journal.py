@@ -164,10 +164,12 @@ class Journal:
         output: the output file.
         header: what this run's bytes depend on.
         on_error: how it handles problems.
+
     Attributes:
         entries: the finished blocks.
         begun: whether an earlier run has written more than a header.
         whole: whether all blocks are finished, and only the sink is left to run.
+
     Raises:
         CommandError: another run is writing it, or an earlier run had other options; the message
             says what differs.

@@ -43,6 +43,7 @@ class Worker:
         Args:
             blocks: iterated once the model is loaded.
             append: receives each block.
+
         Raises:
             CommandError: a record has no output; see `Job.on_error`.
         """

@@ -39,6 +39,7 @@ def run(job: Job, blocks: Iterator[Block], append: Append) -> tuple[list[Report]
 
     Returns:
         The processes' reports, and how processes without a report ended.
+
     Raises:
         CommandError: a process has failed, after the blocks before the failure are appended; or all
             processes have died.

@@ -120,6 +120,7 @@ def step(cohorts: Sequence[Cohort[_Made]], replay: JointReplay) -> list[_Made]:
     Args:
         cohorts: The running cohorts.
         replay: Runs the step as a captured one where that is possible.
+
     Returns:
         The output of the step for each cohort.
     """
@@ -150,6 +151,7 @@ def advance(running: list[_Cohort], replay: JointReplay) -> list[_Cohort]:
     Args:
         running: The running cohorts. Those whose search ends are removed from it.
         replay: Runs the step as a captured one where that is possible.
+
     Returns:
         The cohorts whose search has ended.
     """
@@ -202,6 +204,7 @@ class Occupancy:
         Args:
             running: The running cohorts.
             tokens: Tokens that all cohorts together may take.
+
         Returns:
             The number of tokens; 0 if no cohort may start.
         """

@@ -26,6 +26,7 @@ def certain(search: BeamSearch, begin: int) -> Tensor:
             last.
         begin: Index of a token up to which the text is known to be final, at least the length of
             the prompt.
+
     Returns:
         (B, N) int64, -1 from the first token on that may still change.
     """

@@ -95,6 +95,7 @@ class Ancestry:
             prefix: Length of the prefix in tokens.
             mask: (B, .., prefix) additive mask, the same in every call; None if all of the prefix
                 is visible.
+
         Returns:
             (B, M, prefix + capacity) fp32.
         """
@@ -217,6 +218,7 @@ def _first_true(chosen: Tensor, count: int) -> Tensor:
     Args:
         chosen: (..., N) bool.
         count: Number of indices to return.
+
     Returns:
         (..., count) int64.
     """

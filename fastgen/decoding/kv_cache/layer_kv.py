@@ -135,6 +135,7 @@ class LayerKV:
             key: (B*M, Hkv, D).
             value: (B*M, Hkv, D).
             rotation: Rotary position embedding of the token.
+
         Returns:
             The rotated queries (B*M, H, D).
         """
@@ -149,6 +150,7 @@ class LayerKV:
         Args:
             keys: (B * 2 * M, Hkv, 1, D), for each sentence its M tokens, then its M masks.
             values: As `keys`.
+
         Returns:
             Keys and values including tokens and masks, views (B, Hkv, S + (T + 1) * M, D), where T
             counts the new token.
@@ -250,6 +252,7 @@ class LayerKV:
 
         Args:
             slots: (B, M, T) int64, the slots of each beam's tokens (`Ancestry.slots`).
+
         Returns:
             Keys and values, (B*M, Hkv, S + T, D) each.
         """
@@ -296,6 +299,7 @@ def room_for_steps(text: Sequence["LayerKV"], ancestry: Ancestry | None, most: i
         text: Keys and values of each self-attention layer, after a compaction that was due.
         ancestry: Ancestry of the beams; None if there is none.
         most: Maximum number of decode steps.
+
     Returns:
         The number of decode steps until a buffer is full or the next compaction is due.
     """

@@ -478,6 +478,7 @@ def sparse(
         transforms: Transforms in the order in which they apply.
         text: Token ids of the running rows.
         vocabulary: Vocabulary size V.
+
     Returns:
         The updates; None if the transforms cannot be expressed as such.
     """
@@ -543,6 +544,7 @@ def apply_transforms(
         transforms: Transforms in the order in which they apply.
         kept: Whether the caller keeps `scores`. fastgen's own transforms then change a copy; a
             user's function gets `scores` itself and may change it.
+
     Returns:
         The transformed scores.
     """

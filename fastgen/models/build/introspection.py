@@ -57,6 +57,7 @@ def part_or_none(module: nn.Module, path: str) -> Any:
 
 
 def is_there(module: nn.Module, path: str) -> bool:
+    """Return whether a module has a part at a dotted path."""
     return part_or_none(module, path) is not None
 
 

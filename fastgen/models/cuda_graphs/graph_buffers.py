@@ -414,9 +414,10 @@ def borrow(step: DecoderStep, reads: Reads) -> PooledBuffers | None:
         return pool.pick(shape)
 
 
-def give_back(seat: PooledBuffers) -> None:
+def give_back(buffers: PooledBuffers) -> None:
+    """Return buffers to the pool that they were borrowed from."""
     with _lock:
-        seat.of.take_back(seat)
+        buffers.of.take_back(buffers)
 
 
 def held() -> list[tuple[nn.Module, int]]:

@@ -228,6 +228,7 @@ def give_up() -> None:
 
 
 def has_given_up() -> bool:
+    """Return whether packing has stopped, after an error, until `release`."""
     return _given_up
 
 

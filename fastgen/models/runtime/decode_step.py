@@ -59,6 +59,7 @@ class KeysAndValues(Protocol):
             key: (B * M, Hkv, D).
             value: (B * M, Hkv, D).
             rotation: Rotary position embedding of the newest token.
+
         Returns:
             The rotated queries (B * M, H, D).
         """
@@ -103,6 +104,7 @@ class StepInputs(Protocol):
             bias: Bias of the scores by position; None for none.
             scale: Factor of the scores.
             softcap: Soft cap of the scores; None for none.
+
         Returns:
             The attention output (R, H * D).
         """
@@ -172,6 +174,7 @@ class Context:
         Args:
             bias: Bias of the scores by position.
             steps: Number of decode steps.
+
         Returns:
             (1 or B, H, steps, N), where N counts the slots that exist after these steps.
         """
@@ -192,6 +195,7 @@ class Context:
         Args:
             more: Number of steps, the newest token's included, whose slots are not reserved yet
                 but are to be counted.
+
         Returns:
             (1 or B, N) int64, negative for slots that are not filled yet.
         """
@@ -346,6 +350,7 @@ class TextAttention:
 
         Args:
             made: (R, heads of all three, D).
+
         Returns:
             Queries (R, H, D), keys and values (R, Hkv, D).
         """
@@ -438,6 +443,7 @@ class Sublayer:
             x: Input of the sublayer (R, C).
             stream: Residual stream (R, C).
             context: Inputs of the step, which `mix` reads.
+
         Returns:
             The input of the next sublayer and the residual stream, (R, C) each.
         """
@@ -558,6 +564,7 @@ class DecoderStep:
         Args:
             ids: (R,) int64, the newest token of each row.
             context: Other inputs of the step.
+
         Returns:
             The logits (R, V) of the next token.
         """

@@ -17,6 +17,7 @@ def early_exit(step: DecoderStep, layers: int) -> DecoderStep:
     Args:
         step: Decode step of the full decoder.
         layers: Number of layers to run.
+
     Raises:
         ValueError: `layers` is less than 1, or not less than the number of layers.
     """

@@ -123,6 +123,7 @@ class Sentences:
             scale: Factor of the scores.
             bias: (1, H, S, S) bias of the scores; None for none. It requires that no padding is
                 run.
+
         Returns:
             The attention output (R, H * D).
         """
@@ -343,6 +344,7 @@ class Encoder:
         Args:
             x: (R, C), the embedded rows.
             sentences: The positions of the rows.
+
         Returns:
             (R, C); (B, C) in the order of lengths if only first positions are needed.
         """

@@ -151,6 +151,7 @@ def all_made(
         ids: (B,) int64, the first tokens.
         states: Encoder output (B, S, C).
         source_mask: Additive mask of the source (B, 1, 1, S); None if everything is visible.
+
     Returns:
         The logits (B, V), then keys and values of each layer: self-attention, then cross-attention.
     """

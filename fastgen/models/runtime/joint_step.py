@@ -85,6 +85,7 @@ def joint_step(
         decoder: Fused decode step of the decoder.
         tokens: (R,) int64 per call, the newest token of each row.
         parts: Context of each call.
+
     Returns:
         For each call its logits (R, V), and the cross-attention weights (R, S) fp32 that its
         context requests, or None.

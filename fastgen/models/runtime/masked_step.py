@@ -145,6 +145,7 @@ class Asking:
             layer: Index of the decoder layer.
             key: (R, H, D).
             value: (R, H, D).
+
         Returns:
             Keys and values of the text, including tokens and masks, (B, H, N, D) each.
         """
@@ -169,6 +170,7 @@ class Asking:
             mask: Additive mask (1 or B, 1 or H, 2 * M, N).
             scale: Factor of the scores.
             softcap: Soft cap of the scores; None for none.
+
         Returns:
             The attention output (R, H * D).
         """

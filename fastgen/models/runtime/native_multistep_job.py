@@ -65,6 +65,7 @@ def prepared(
             if everything is visible.
         own: (M, M) additive mask of the newest slots, between the beams of a sentence.
         steps: Maximum number of decode steps.
+
     Returns:
         The job, possibly of fewer steps; None if C cannot run it.
     """

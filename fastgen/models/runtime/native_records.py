@@ -94,6 +94,7 @@ def norm_of(norm: NormLike | None, at: Callable[[Tensor | None], int | None]) ->
 
 
 def is_readable(x: Tensor) -> bool:
+    """Return whether C reads tensors of this dtype and device."""
     return x.dtype == torch.float32 and x.is_cpu
 
 
@@ -240,6 +241,7 @@ class Records:
         Args:
             by: The native library.
             source_heads: Returns the number of cross-attention key heads of a layer.
+
         Returns:
             Whether there are records of the current weights.
         """
@@ -334,6 +336,7 @@ class Records:
             seen: `ops.native.step.Seen` records, of each attention sublayer for each call.
             calls: Rows of each call.
             attention: Multiplications of the largest attention.
+
         Raises:
             torch.OutOfMemoryError: There is no memory for the attention scores.
         """

@@ -47,6 +47,7 @@ def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None
     Args:
         sublayers: Sublayers in the order in which they run.
         norm_first: Whether the model is pre-norm.
+
     Returns:
         The function; None if C does not implement the sublayers.
     """
@@ -194,6 +195,7 @@ class InC:
             mask: (B, M, N) additive mask of the keys of the text in all steps; None if everything
                 is visible.
             steps: Number of decode steps.
+
         Returns:
             Tensors to keep alive while C runs the steps; None if it cannot run them.
         """
@@ -356,6 +358,7 @@ class InC:
             context: Inputs of the step.
             x: Input of the first sublayer (R, C).
             held: Gets the tensors to keep alive while C runs the step.
+
         Returns:
             Whether C can read the rotation.
         """

@@ -67,6 +67,7 @@ class Tree:
             parents: (B, Q), parent of each new node: `ROOT`, an existing node, or an earlier one of
                 the new nodes, which are numbered from `nodes` on.
             tokens: (B, Q), token id of each new node.
+
         Returns:
             The logits (B, Q, V) fp32 of the token after each new node.
         """

@@ -303,6 +303,7 @@ def k_best(
         normalised: whether rows are log-probabilities.
         banned: (B * M, ceil(V / 32)) int32, a token mask of excluded tokens of each row
             (`ops.selection.token_mask`).
+
     Returns:
         values (B, k) and indices (B, k) int64; None if any two of the k + 1 best of a sentence are
         equal, or a sum is NaN.
@@ -356,6 +357,7 @@ def product(
         behind: an activation function of `BEHIND`, applied to the result; or None.
         residual: of out's shape, added after the activation; or None.
         out: (..., N), contiguous.
+
     Returns:
         out.
     """
@@ -414,6 +416,7 @@ def choose(
         power: divisor of scores for the current length.
         far: divisor of scores for the length by which running beams are judged.
         stops_early: whether a sentence is finished once it has M hypotheses.
+
     Returns:
         The choice; None if C cannot decide it, for example because two values are equal.
     """
@@ -444,8 +447,10 @@ def move_rows(
         parents: (B, M); with `order`, (B, K).
         order: (B, M) into M finished rows, then K candidates; or None.
         steps: the number of steps so far.
+
     Returns:
         False, with nothing moved, if `parents` or `order` contain an index out of range; else True.
+
     Raises:
         torch.OutOfMemoryError: no memory for the rows of each thread.
     """
@@ -480,6 +485,7 @@ def move_sentences(by: Library, buffer: Tensor, to: Tensor, origin: Tensor) -> b
         buffer: (B, H, N, D), N and D contiguous.
         to: (N,) int64.
         origin: (N,) int64.
+
     Returns:
         False, with nothing copied, if an index is out of range; else True.
     """
@@ -512,6 +518,7 @@ def embedding(
         position: (C,), or None.
         padding: the token id that gets `other` instead of `position`.
         other: (C,), or None.
+
     Returns:
         (R, C); None if an id is out of range.
     """

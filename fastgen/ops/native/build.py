@@ -49,6 +49,7 @@ def build(folder: Path = HERE / "lib", more: Sequence[str] = ()) -> str | None:
     Args:
         folder: where the libraries are written.
         more: additional compiler flags, after the others.
+
     Returns:
         None, or the reason of a failure; `folder` then contains no library.
     """

@@ -196,6 +196,7 @@ def search_greedily(
         running: address of (R,) bool, the texts that have not ended.
         room: address of (R,) int64, scratch memory.
         pad: the token that ended texts continue with; negative for their own tokens.
+
     Returns:
         Why the steps stopped, as `search_beams`.
     """

@@ -17,6 +17,7 @@ _Fields = list[tuple[str, Any]]
 
 
 def of(kind: Any, names: str) -> _Fields:
+    """Return struct fields of one C type."""
     return [(name, kind) for name in names.split()]
 
 

@@ -271,6 +271,7 @@ def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
 
     Returns:
         values (B, k), descending; indices (B, k) int64 = beam * V + token.
+
     Raises:
         ValueError: a wrong rank; the message holds the shapes.
         RuntimeError: k is larger than M * V; raised by `torch.topk`.
@@ -404,6 +405,7 @@ def _groups_at(grouped: Tensor, which: Tensor, beam: Tensor) -> Tensor:
         grouped: (B, M, G, W).
         which: (B, K), indices into the M * G groups of each sentence.
         beam: which // G.
+
     Returns:
         (B, K, W).
     """

@@ -98,6 +98,7 @@ def run(
         normalised: whether `logits` are log-probabilities already.
         without_nan: whether NaN becomes -inf.
         group: a result of `group_size`; None to compute it.
+
     Returns:
         values (B, k) fp32, indices (B, k) int64, normalisers (B, M) fp32 or None if `normalised`.
     """
@@ -199,11 +200,13 @@ def key_of(value, index):
 
 @jit()
 def value_of(key):
+    """Return the value of a sort key."""
     return _unordered((key >> 32).to(tl.int32))
 
 
 @jit()
 def index_of(key):
+    """Return the index of a sort key; lower indices have higher keys."""
     return 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
 
 

@@ -36,6 +36,7 @@ def ngram_block_reference(
         n: >= 1, the size of the n-grams.
         source: (B, S) int64, R a multiple of B. If given, the n-grams of this text must not be
             repeated, instead of the row's own; row r has the source r // (R / B).
+
     Returns:
         (R, V), -inf at banned tokens.
     """
@@ -101,6 +102,7 @@ def ngram_mask_(
         source: as in `ngram_block_reference`.
         length: (1,) int64 on the device, at least n: the number of columns of ids that hold text;
             None for all.
+
     Raises:
         ValueError: n < 1, or the shapes do not fit.
     """

@@ -42,6 +42,7 @@ def filtered_reference(
         min_p: keep those with at least min_p times the highest probability; 0 for all.
         typical_p: keep those whose negative log-probability is nearest to the entropy, up to a
             total mass of typical_p, and those as near as the last of them; 1 for all.
+
     Returns:
         (R, V) fp32, or fp64 for fp64.
     """
@@ -81,6 +82,7 @@ def nucleus(scores: Tensor, top_p: float, least: int = 1, count: int = 64) -> tu
         top_p: keep the most probable tokens until their mass reaches top_p.
         least: the least number of tokens to keep.
         count: how many of the highest scores of a row to rank.
+
     Returns:
         The filtered scores (R, V), -inf at removed tokens; and (R,) bool, False if the result of
         the row is uncertain: `count` was too small, or rounding or the order of equal scores

@@ -31,8 +31,10 @@ def token_scores(logits: Tensor, tokens: Tensor) -> Tensor:
     Args:
         logits: (N, V) floating point.
         tokens: (N,) int64, each in [0, V).
+
     Returns:
         (N,) fp32, or fp64 for fp64 logits.
+
     Raises:
         ValueError: the shapes do not fit; the message holds them.
     """

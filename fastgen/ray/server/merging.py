@@ -55,6 +55,7 @@ class Merger(Generic[Source, Options, Found]):
         most: the most texts that may wait.
         linger: seconds that a text waits for others if no batch is running.
         on_batch: called with the number of texts of each batch.
+
     Attributes:
         batches: number of batches so far.
         generated: number of texts in them.

@@ -97,6 +97,7 @@ class Run:
 
 
 def check_sampling(cfg: Any) -> None:
+    """Raise what fairseq's commands raise where sampling and `--nbest` do not fit."""
     assert not cfg.generation.sampling or cfg.generation.nbest == cfg.generation.beam, (
         "--sampling requires --nbest to be equal to --beam"
     )
