@@ -90,7 +90,7 @@ def _as_it_was() -> Iterator[None]:
     with torch.random.fork_rng(), torch.set_grad_enabled(torch.is_grad_enabled()):
         yield
     torch.set_num_threads(threads)
-    if packed_weights.has_given_up():
+    if packed_weights.has_stopped_packing():
         packed_weights.release()
 
 

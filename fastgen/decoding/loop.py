@@ -11,12 +11,12 @@ from fastgen.decoding.backends.native_sampling import NativeSampling
 from fastgen.decoding.logits.transforms import Text
 
 # The output of a decode step: logits, or a prediction from which the search computes them.
-_Made = TypeVar("_Made")
-_Made_co = TypeVar("_Made_co", covariant=True)
-_Made_contra = TypeVar("_Made_contra", contravariant=True)
+_Output = TypeVar("_Made")
+_Output_co = TypeVar("_Made_co", covariant=True)
+_Output_contra = TypeVar("_Made_contra", contravariant=True)
 
 
-class Search(Protocol[_Made_contra]):
+class Search(Protocol[_Output_contra]):
     """A running search, such as beam search or sampling."""
 
     @property
@@ -26,7 +26,7 @@ class Search(Protocol[_Made_contra]):
         """Number of sentences that are still in the batch."""
         ...
 
-    def advance(self, model: Any, made: _Made_contra, /) -> bool:
+    def advance(self, model: Any, made: _Output_contra, /) -> bool:
         """Select the next tokens from the output of a decode step.
 
         Returns:
@@ -35,10 +35,10 @@ class Search(Protocol[_Made_contra]):
         ...
 
 
-class Stepper(Protocol[_Made_co]):
+class Stepper(Protocol[_Output_co]):
     """An object that runs the decode steps of a model."""
 
-    def step(self, ids: Tensor) -> _Made_co:
+    def step(self, ids: Tensor) -> _Output_co:
         """Run one decode step on the newest token of each row of ids, (R, L) int64."""
         ...
 
@@ -79,7 +79,10 @@ def _never() -> bool:
 
 
 def decode(
-    search: Search[_Made], model: Stepper[_Made], made: _Made, pause: Callable[[], bool] = _never
+    search: Search[_Output],
+    model: Stepper[_Output],
+    made: _Output,
+    pause: Callable[[], bool] = _never,
 ) -> bool:
     """Run the decode loop until the search ends or `pause` requests a suspend.
 

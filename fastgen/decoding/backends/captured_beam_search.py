@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen.decoding.backends.captured_selection import CapturedSelection
 from fastgen.decoding.logits.transforms import Text, phases
-from fastgen.decoding.search.beam_search import BeamSearch, Stepper, read
+from fastgen.decoding.search.beam_search import BeamSearch, RowStepper, read
 from fastgen.models.cuda_graphs import graph
 from fastgen.ops.selection.choice import Candidates, Chosen, State
 from fastgen.ops.tables import Table, extend_rows_
@@ -43,7 +43,7 @@ class CapturedBeamSearch(BeamSearch):
         self._numbers = torch.empty_like(self._offsets)
         self._over = torch.zeros(1, dtype=torch.bool, device=device)
 
-    def advance(self, model: Stepper, logits: Tensor) -> bool:
+    def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next token of every beam; return False when the search is over.
 
         With a capture the end is seen one call late. Without one, `BeamSearch.advance` runs.
@@ -54,7 +54,7 @@ class CapturedBeamSearch(BeamSearch):
         before = self.choices.last()
         return (before is None or not before[3, 0]) and super().advance(model, logits)
 
-    def _advance(self, model: Stepper, logits: Tensor) -> bool:
+    def _advance(self, model: RowStepper, logits: Tensor) -> bool:
         text = Text(self.ids.flatten(0, 1), self.prompt.shape[1], self.length, self._numbers[:1])
         last = self.stop.ends_all(self.length + 1)
         torch.add(self._offsets, self.length, out=self._numbers)

@@ -22,8 +22,8 @@ from fastgen.decoding.search.first_finished import (
     Candidates,
     FirstFinished,
     Hypothesis,
+    PredictionStepper,
     StepOutput,
-    Stepper,
     differences,
 )
 from fastgen.models.cuda_graphs import graph
@@ -100,7 +100,7 @@ class CapturedFirstFinished(FirstFinished):
         self._collect()
         return super().outcome()
 
-    def advance(self, model: Stepper, made: StepOutput) -> bool:
+    def advance(self, model: PredictionStepper, made: StepOutput) -> bool:
         """Select the next token of every beam; return False when the search is over.
 
         With a capture the end is seen one call late. Without one, `FirstFinished.advance` runs.
@@ -115,7 +115,7 @@ class CapturedFirstFinished(FirstFinished):
         return not all(self.over) and super().advance(model, made)
 
     def _advance(
-        self, model: Stepper, logits: Tensor, attention: Tensor | None, phase: Hashable
+        self, model: PredictionStepper, logits: Tensor, attention: Tensor | None, phase: Hashable
     ) -> bool:
         last = self.step == self.longest
         slots = model.ancestry.next_slots()
@@ -248,7 +248,7 @@ class CapturedFirstFinished(FirstFinished):
         _, running = self._running(found, ends)
         return FirstChosen(*running, order, over)
 
-    def _keep(self, model: Stepper, staying: list[int]) -> Tensor:
+    def _keep(self, model: PredictionStepper, staying: list[int]) -> Tensor:
         if self._finished is not None:
             self._left.append(
                 self._leave(sorted({*range(self.present)} - {*staying}), self._finished)

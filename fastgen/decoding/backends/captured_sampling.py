@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.backends.captured_selection import CapturedSelection
-from fastgen.decoding.batching.batch_compaction import who_leaves
+from fastgen.decoding.batching.batch_compaction import leaving_now
 from fastgen.decoding.logits.transforms import Text, apply_transforms, phases
-from fastgen.decoding.search.beam_search import Stepper
-from fastgen.decoding.search.sampling import Sampling, not_alive
+from fastgen.decoding.search.beam_search import RowStepper
+from fastgen.decoding.search.sampling import Sampling, finished_rows
 from fastgen.models.cuda_graphs import graph
 
 
@@ -50,7 +50,7 @@ class CapturedSampling(Sampling):
         """Tokens of the rows in the batch."""
         return Text(self.ids[:, : self.length] if self._has_room else self.ids, self.prompt_length)
 
-    def advance(self, model: Stepper, logits: Tensor) -> bool:
+    def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next token of every row; return False when all have ended.
 
         With a capture the end is seen one call late. Without one, `Sampling.advance` runs.
@@ -68,7 +68,7 @@ class CapturedSampling(Sampling):
                 return False
         return super().advance(model, logits)
 
-    def _advance(self, model: Stepper, logits: Tensor) -> bool:
+    def _advance(self, model: RowStepper, logits: Tensor) -> bool:
         text = Text(self.ids, self.prompt_length, self.length, self._end)
         last = self.stop.ends_all(self.length + 1)
         self._end.fill_(self.length)
@@ -88,14 +88,14 @@ class CapturedSampling(Sampling):
                 self.choices.last()  # raises if the distribution was invalid
             self._close()
             return False
-        if self.may_drop and who_leaves(not_alive(alive), len(alive), self.captured):
+        if self.may_drop and leaving_now(finished_rows(alive), len(alive), self.captured):
             # Read the flags of this step now, because the compacted batch cannot use them later.
             alive = self._alive(cast(Tensor, self.choices.last())[0])
             if not any(alive):
                 self._close()
                 return False
             self._collect()
-            self._leave(model, who_leaves(not_alive(alive), len(alive), self.captured))
+            self._leave(model, leaving_now(finished_rows(alive), len(alive), self.captured))
         return True
 
     def _choose_next(self, logits: Tensor, text: Text, last: bool) -> Tensor:

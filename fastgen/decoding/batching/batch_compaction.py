@@ -9,7 +9,7 @@ A cancelled sentence stays cancelled.
 """
 
 
-def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
+def compacted(count: int, leaving: Sequence[int]) -> list[int]:
     """Return the row for each place after some of `count` rows leave.
 
     The last rows take the places of those that leave, so that few rows move.
@@ -19,7 +19,7 @@ def closed_up(count: int, leaving: Sequence[int]) -> list[int]:
     return [next(last) if place in dropped else place for place in range(remaining)]
 
 
-def who_leaves(finished: Sequence[int], count: int, captured: bool = False) -> Sequence[int]:
+def leaving_now(finished: Sequence[int], count: int, captured: bool = False) -> Sequence[int]:
     """Return the finished sentences that leave the batch now; none if they are too few.
 
     Args:

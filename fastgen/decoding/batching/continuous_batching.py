@@ -30,11 +30,11 @@ OCCUPIED = 0.5
 """Occupancy of finished cohorts, averaged over their steps, below which other cohorts start."""
 
 # The output of a decode step: logits, or a prediction from which the search computes them.
-_Made = TypeVar("_Made")
-_Made_co = TypeVar("_Made_co", covariant=True)
+_Output = TypeVar("_Made")
+_Output_co = TypeVar("_Made_co", covariant=True)
 
 
-class JoinableStepper(Stepper[_Made_co], Protocol[_Made_co]):
+class JoinableStepper(Stepper[_Output_co], Protocol[_Output_co]):
     """A stepper of one or more models whose decode steps can be batched with those of others."""
 
     @property
@@ -63,13 +63,13 @@ class JoinableStepper(Stepper[_Made_co], Protocol[_Made_co]):
         """Prepare a batched step that is captured; as `begin_step`."""
         ...
 
-    def end_step(self, results: Sequence[Result]) -> _Made_co:
+    def end_step(self, results: Sequence[Result]) -> _Output_co:
         """Return the output of `step`, given the result of each decoder."""
         ...
 
 
 @dataclass(eq=False)
-class Cohort(Generic[_Made]):
+class Cohort(Generic[_Output]):
     """A running search and the model that runs its decode steps.
 
     Attributes:
@@ -81,8 +81,8 @@ class Cohort(Generic[_Made]):
         decoded: Sum over those steps of the sentences in the batch.
     """
 
-    search: Search[_Made]
-    model: JoinableStepper[_Made]
+    search: Search[_Output]
+    model: JoinableStepper[_Output]
     sentences: int
     width: int
     steps: int = 0
@@ -114,7 +114,7 @@ class Cohort(Generic[_Made]):
 _Cohort = TypeVar("_Cohort", bound=Cohort[Any])
 
 
-def step(cohorts: Sequence[Cohort[_Made]], replay: JointReplay) -> list[_Made]:
+def step(cohorts: Sequence[Cohort[_Output]], replay: JointReplay) -> list[_Output]:
     """Run one decode step of all cohorts together.
 
     Args:
@@ -168,7 +168,7 @@ def advance(running: list[_Cohort], replay: JointReplay) -> list[_Cohort]:
     return over
 
 
-def left_empty(reason: object) -> str:
+def not_refilled(reason: object) -> str:
     """Return the note of a plan that no other sentences take freed rows."""
     return f"rows that are freed stay empty: {reason}"
 

@@ -14,7 +14,7 @@ OnTokens = Callable[[int, int, Sequence[int]], object]
 """Called with final tokens: index of the sentence, number of tokens before them, and the tokens."""
 
 
-def certain(search: BeamSearch, begin: int) -> Tensor:
+def stable_prefix(search: BeamSearch, begin: int) -> Tensor:
     """Return the final tokens of the best text of each sentence from index `begin` on.
 
     The result is either the best finished hypothesis or a descendant of a running beam, so their
@@ -61,7 +61,7 @@ class _Asked(NamedTuple):
 
 
 @dataclass
-class Certain:
+class StablePrefix:
     """A `BeamSearch.on_step` callback that reports tokens as soon as they are final.
 
     It does not wait for the device. Tokens that have not arrived by the end of their step are
@@ -85,7 +85,7 @@ class Certain:
 
     def __call__(self, search: BeamSearch) -> None:
         begin = min(self._told[number] for number in self._present)
-        table = torch.cat([search.sentences[:, None], certain(search, begin)], 1)
+        table = torch.cat([search.sentences[:, None], stable_prefix(search, begin)], 1)
         pending = _Asked(begin, graph.DelayedRead(table))
         pending.found.send(table)
         if self._asked is not None:

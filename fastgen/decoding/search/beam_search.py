@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.batching.batch_compaction import Wanted, closed_up, who_leaves
+from fastgen.decoding.batching.batch_compaction import Wanted, compacted, leaving_now
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.logits.transforms import (
     LogitsTransform,
@@ -32,7 +32,7 @@ from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
 
-class Stepper(Protocol):
+class RowStepper(Protocol):
     """Model that runs prefill and decode steps over R = B * M rows, one token per row and step."""
 
     @property
@@ -225,7 +225,7 @@ class BeamSearch:
         """Tokens of the running beams."""
         return Text(self.ids.flatten(0, 1)[:, : self.length], self.prompt.shape[1])
 
-    def advance(self, model: Stepper, logits: Tensor) -> bool:
+    def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next token of every beam; return False when the search is over."""
         values, beam, token = self._candidates(logits, self.text, torch.multinomial)
         hits = self.stop(
@@ -385,17 +385,17 @@ class BeamSearch:
             ]
         return [place for place, leaves in enumerate(leaving) if leaves]
 
-    def drop(self, model: Stepper, improvable: list[bool], done: list[bool]) -> None:
+    def drop(self, model: RowStepper, improvable: list[bool], done: list[bool]) -> None:
         """Remove finished sentences; `improvable` and `done` are rows 1 and 2 of `read`."""
         self._drop(model, self._leaving(improvable, done))
 
-    def _drop(self, model: Stepper, leaving: Sequence[int]) -> bool:
+    def _drop(self, model: RowStepper, leaving: Sequence[int]) -> bool:
         """Compact the batch if enough sentences leave to pay for moving the others."""
-        leaving = who_leaves(leaving, self.present, self.captured) if self.may_drop else ()
+        leaving = leaving_now(leaving, self.present, self.captured) if self.may_drop else ()
         if not leaving:
             return False
         staying = torch.tensor(
-            closed_up(self.present, leaving), device=self.ids.device, dtype=torch.int64
+            compacted(self.present, leaving), device=self.ids.device, dtype=torch.int64
         )
         gone = torch.tensor(leaving, device=self.ids.device, dtype=torch.int64)
         if self.result is self.finished:

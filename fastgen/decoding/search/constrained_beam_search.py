@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastgen.constraints import Constraint, Progress
 from fastgen.decoding.logits.transforms import apply_transforms
-from fastgen.decoding.search.beam_search import Stepper
+from fastgen.decoding.search.beam_search import RowStepper
 from fastgen.decoding.search.pooled_beam_search import Next, PooledBeams, next_of
 from fastgen.ops.selection.kbest import best_of_log_probs
 
@@ -59,7 +59,7 @@ class ConstrainedBeamSearch(PooledBeams):
                 progress = progress.behind(token)
             self.known.append(_Beams([progress] * self.beams, [0] * self.beams))
 
-    def advance(self, model: Stepper, logits: Tensor) -> bool:
+    def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next token of every beam; return False when the search is over."""
         b, m = self.scores.shape
         logits = logits.float()

@@ -14,19 +14,19 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
+from fastgen.decoding.batching.batch_compaction import compacted, leaving_now
 from fastgen.decoding.logits.transforms import (
     LogitsTransform,
     Text,
     apply_transforms,
     keep_sentences,
 )
-from fastgen.decoding.search.beam_search import Stepper, Trace
+from fastgen.decoding.search.beam_search import RowStepper, Trace
 from fastgen.decoding.search.sampling import chosen_of
 from fastgen.decoding.search.stopping import Stop
 
 
-class SeeingStepper(Stepper, Protocol):
+class SeeingStepper(RowStepper, Protocol):
     """Stepper that exposes the last hidden states, the input of the model's head."""
 
     @property
@@ -150,16 +150,16 @@ class ContrastiveSearch:
         )
         return bool(self.running.any())
 
-    def _leave(self, model: Stepper, logits: Tensor) -> Tensor:
+    def _leave(self, model: RowStepper, logits: Tensor) -> Tensor:
         """Compact the batch if enough sentences have finished; return the logits of the others."""
         if not self.may_drop:
             return logits
         alive: list[bool] = cast(Any, self.running).tolist()
-        leaving = who_leaves([row for row, runs in enumerate(alive) if not runs], len(alive))
+        leaving = leaving_now([row for row, runs in enumerate(alive) if not runs], len(alive))
         if not leaving:
             return logits
         stay = torch.tensor(
-            closed_up(len(alive), leaving), device=self.ids.device, dtype=torch.int64
+            compacted(len(alive), leaving), device=self.ids.device, dtype=torch.int64
         )
         self.rows, self.ids, self.running = self.rows[stay], self.ids[stay], self.running[stay]
         self.mask = None if self.mask is None else self.mask[stay]

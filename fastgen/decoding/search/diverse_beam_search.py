@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.logits.transforms import Ban, NGramBlock, Only, apply_transforms
-from fastgen.decoding.search.beam_search import Stepper
+from fastgen.decoding.search.beam_search import RowStepper
 from fastgen.decoding.search.pooled_beam_search import Next, PooledBeams, next_of
 from fastgen.ops.selection.kbest import best_of_log_probs
 
@@ -26,16 +26,19 @@ class DiverseBeamSearch(PooledBeams):
     """
 
     penalty: float
-    edits_before: int = 0
+    transforms_before: int = 0
 
-    def advance(self, model: Stepper, logits: Tensor) -> bool:
+    def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next tokens group by group; return False when the search is over."""
         b, m = self.scores.shape
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
         log_probs = torch.log_softmax(logits, -1)
-        before, after = self.transforms[: self.edits_before], self.transforms[self.edits_before :]
+        before, after = (
+            self.transforms[: self.transforms_before],
+            self.transforms[self.transforms_before :],
+        )
         # Bans commute with the penalty: -inf stays -inf.
         if all(isinstance(transform, NGramBlock | Ban | Only) for transform in after):
             before, after = self.transforms, ()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
+from fastgen.decoding.batching.batch_compaction import compacted, leaving_now
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.room import room_for
 from fastgen.decoding.logits.transforms import LogitsTransform, Text
@@ -39,7 +39,7 @@ StepOutput = tuple[Prediction, Tensor | None]
 """Result of a decode step: the prediction, and cross-attention weights (R, S) or (B, S) or None."""
 
 
-class Stepper(Protocol):
+class PredictionStepper(Protocol):
     """Model that runs decode steps over R = B * M rows, one token per row and step."""
 
     @property
@@ -288,7 +288,7 @@ class FirstFinished:
         self.running = list(range(b))
         self.over: list[bool] = [False] * b
 
-    def begin_behind(self, prefix: Tensor, token_scores: Tensor) -> None:
+    def begin_after(self, prefix: Tensor, token_scores: Tensor) -> None:
         """Start every text with a prefix.
 
         Only the first beam of a sentence is live. The others score -inf until the first selection.
@@ -336,7 +336,7 @@ class FirstFinished:
         scores = self.scores.view(-1, self.beams, self.scores.shape[1])
         return scores[:, :beams, self.step - 1 if self.step else 0]
 
-    def advance(self, model: Stepper, made: StepOutput) -> bool:
+    def advance(self, model: PredictionStepper, made: StepOutput) -> bool:
         """Select the next token of every beam; return False when the search is over.
 
         Args:
@@ -374,7 +374,7 @@ class FirstFinished:
         self.step += 1
         return True
 
-    def let_leave(self, model: Stepper) -> Tensor | None:
+    def let_leave(self, model: PredictionStepper) -> Tensor | None:
         """Compact the batch if it is due.
 
         Returns:
@@ -480,10 +480,10 @@ class FirstFinished:
         gone = [b for b, over in enumerate(self.over) if over]
         if not self.search.plain:
             return [b for b, over in enumerate(self.over) if not over] if gone else None
-        leaving = who_leaves(gone, self.present, self.captured)
-        return closed_up(self.present, leaving) if leaving else None
+        leaving = leaving_now(gone, self.present, self.captured)
+        return compacted(self.present, leaving) if leaving else None
 
-    def _keep(self, model: Stepper, staying: list[int]) -> Tensor:
+    def _keep(self, model: PredictionStepper, staying: list[int]) -> Tensor:
         """Compact the batch to the sentences in `staying`; return their indices as a tensor."""
         kept, m = torch.tensor(staying, device=self.device, dtype=torch.int64), self.beams
         self.running = [self.running[b] for b in staying]

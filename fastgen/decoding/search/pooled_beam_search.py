@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
+from fastgen.decoding.batching.batch_compaction import compacted, leaving_now
 from fastgen.decoding.logits.transforms import LogitsTransform, Text, keep_sentences
-from fastgen.decoding.search.beam_search import Stepper, Trace
+from fastgen.decoding.search.beam_search import RowStepper, Trace
 from fastgen.decoding.search.hypothesis_pools import Hypothesis, Pool, Ranking, best_of
 from fastgen.decoding.search.stopping import Stop
 from fastgen.ops.tables import Table, extend_rows_
@@ -129,7 +129,7 @@ class PooledBeams:
         """Return padding candidates for the beams of a group that is done."""
         return [Next(0.0, group * self.size + i, self.pad) for i in range(self.size)]
 
-    def move(self, model: Stepper, beams: list[list[Next]]) -> bool:
+    def move(self, model: RowStepper, beams: list[list[Next]]) -> bool:
         """Continue with the selected candidates.
 
         Args:
@@ -207,10 +207,10 @@ class PooledBeams:
         for place, beam_totals in enumerate(totals):
             self.close(place, beam_totals)
 
-    def _drop(self, model: Stepper, leaving: Sequence[int]) -> None:
+    def _drop(self, model: RowStepper, leaving: Sequence[int]) -> None:
         """Compact the batch if enough sentences leave to pay for moving the others."""
-        if leaving := who_leaves(leaving, self.present, self.captured):
-            staying = closed_up(self.present, leaving)
+        if leaving := leaving_now(leaving, self.present, self.captured):
+            staying = compacted(self.present, leaving)
             self.drop(staying)
             kept = torch.tensor(staying, device=self.ids.device, dtype=torch.int64)
             keep_sentences(self.transforms, kept, self.beams)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.batching.batch_compaction import Wanted, closed_up, who_leaves
+from fastgen.decoding.batching.batch_compaction import Wanted, compacted, leaving_now
 from fastgen.decoding.batching.stable_prefix import OnTokens
 from fastgen.decoding.logits.transforms import (
     LogitsTransform,
@@ -15,7 +15,7 @@ from fastgen.decoding.logits.transforms import (
     apply_transforms,
     keep_sentences,
 )
-from fastgen.decoding.search.beam_search import Stepper, Trace
+from fastgen.decoding.search.beam_search import RowStepper, Trace
 from fastgen.decoding.search.stopping import Stop
 from fastgen.ops.selection.kbest import argmax
 
@@ -73,7 +73,7 @@ class Sampling:
         """Tokens of the rows in the batch."""
         return Text(self.ids, self.prompt_length)
 
-    def advance(self, model: Stepper, logits: Tensor) -> bool:
+    def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next token of every row; return False when all have ended."""
         tokens = self._choose(logits, self.text)
         if self.pad is not None:
@@ -88,7 +88,9 @@ class Sampling:
         alive = self._alive(self.running)
         if not any(alive):
             return False
-        if self.may_drop and (leaving := who_leaves(not_alive(alive), len(alive), self.captured)):
+        if self.may_drop and (
+            leaving := leaving_now(finished_rows(alive), len(alive), self.captured)
+        ):
             self._leave(model, leaving)
         return True
 
@@ -104,7 +106,7 @@ class Sampling:
 
     def leave(self, model: Any, running: Tensor) -> None:
         """Keep only the rows that are running and not cancelled; running is (R,) bool."""
-        self._leave(model, not_alive(self._alive(running)))
+        self._leave(model, finished_rows(self._alive(running)))
 
     def _alive(self, running: Tensor) -> list[bool]:
         """Return which rows of the batch are running and not cancelled."""
@@ -131,10 +133,10 @@ class Sampling:
             if token >= 0:
                 on_tokens(row, place, [token])
 
-    def _leave(self, model: Stepper, leaving: Sequence[int]) -> None:
+    def _leave(self, model: RowStepper, leaving: Sequence[int]) -> None:
         """Compact the batch to the rows that do not leave."""
         stay = torch.tensor(
-            closed_up(len(self.ids), leaving), device=self.ids.device, dtype=torch.int64
+            compacted(len(self.ids), leaving), device=self.ids.device, dtype=torch.int64
         )
         self.rows = stay if self.rows is None else self.rows[stay]
         self.ids, self.running = self.ids[stay], self.running[stay]
@@ -174,6 +176,6 @@ class Sampling:
         return None if self.trace.scores is None else tuple(self.trace.scores)
 
 
-def not_alive(alive: Sequence[bool]) -> list[int]:
+def finished_rows(alive: Sequence[bool]) -> list[int]:
     """Return the indices of rows that are not alive."""
     return [row for row, runs in enumerate(alive) if not runs]

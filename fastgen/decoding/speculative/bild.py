@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.decoding.batching.batch_compaction import closed_up, who_leaves
+from fastgen.decoding.batching.batch_compaction import compacted, leaving_now
 from fastgen.decoding.logits.transforms import (
     LogitsTransform,
     NGramBlock,
@@ -307,9 +307,9 @@ class Bild:
     def _let_go(self) -> None:
         """Compact the batch if enough texts have finished."""
         finished = [text.row for text in self._present if text.finished]
-        if len(finished) == len(self._present) or not who_leaves(finished, len(self._present)):
+        if len(finished) == len(self._present) or not leaving_now(finished, len(self._present)):
             return
-        staying = closed_up(len(self._present), finished)
+        staying = compacted(len(self._present), finished)
         self._present = [self._present[row] for row in staying]
         for row, text in enumerate(self._present):
             text.row = row

@@ -1,7 +1,7 @@
 """Attention of a toolkit's own modules over the shared KV cache.
 
 A module takes keys and values from its cache and passes them, with its mask, to an attention
-function. During a decode step the cache returns a placeholder (`ticket`) instead: a tensor of the
+function. During a decode step the cache returns a `placeholder` instead: a tensor of the
 expected shape that names the cache layer. It takes no memory and holds NaN, so that a module that
 computes with it is noticed. `BeamAttention.attend` works on the layer that the placeholder names.
 """
@@ -35,7 +35,7 @@ class Layer(Protocol):
     def values(self) -> Tensor: ...
 
 
-def ticket(layer: Layer, rows: int, length: int) -> Tensor:
+def placeholder(layer: Layer, rows: int, length: int) -> Tensor:
     """Return a placeholder for the keys or values of a cache layer.
 
     Args:

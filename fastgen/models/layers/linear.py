@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.models.layers.packed_weights import GIVEN_UP, Packed, has_given_up, packed_of
+from fastgen.models.layers.packed_weights import GIVEN_UP, Packed, has_stopped_packing, packed_of
 from fastgen.models.memory.scratch import Memory
 from fastgen.models.routing.instance import Routed, untouched
 from fastgen.ops import linear as ops
@@ -359,7 +359,7 @@ def reason_off(model: nn.Module) -> str | None:
     """Return why a model's linear layers keep torch's own product; None where they are routed."""
     if config.settings().linear == "off":
         return "FASTGEN_LINEAR=off"
-    if has_given_up():
+    if has_stopped_packing():
         return GIVEN_UP
     weight = next(iter(model.parameters()), None)
     if weight is None or weight.device.type != "cpu":

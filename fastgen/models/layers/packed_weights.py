@@ -227,7 +227,7 @@ def give_up() -> None:
     _given_up = True
 
 
-def has_given_up() -> bool:
+def has_stopped_packing() -> bool:
     """Return whether packing has stopped, after an error, until `release`."""
     return _given_up
 

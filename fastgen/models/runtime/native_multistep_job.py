@@ -16,7 +16,7 @@ from torch import Tensor
 from fastgen import config
 from fastgen.models.layers.linear import Linear
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
-from fastgen.models.layers.packed_weights import GIVEN_UP, has_given_up, shortage_of
+from fastgen.models.layers.packed_weights import GIVEN_UP, has_stopped_packing, shortage_of
 from fastgen.models.runtime.decode_step import Context, DecoderStep, Embedding
 from fastgen.models.runtime.native_records import Rows, is_norm, norm_fits, norm_of
 from fastgen.models.runtime.native_step import InC
@@ -161,7 +161,7 @@ def why_not_in_c(step: DecoderStep) -> str:
         return f"the weights are {str(step.dtype).removeprefix('torch.')}, and C reads float32"
     if reason := native.why_off():
         return reason
-    if has_given_up():
+    if has_stopped_packing():
         return GIVEN_UP
     if not config.settings().packs:
         return "FASTGEN_MEMORY=0" if config.settings().memory == 0 else "FASTGEN_LINEAR=plain"

@@ -23,7 +23,7 @@ from fastgen.context import assigned
 _asking: ContextVar[bool] = ContextVar("fastgen_asking", default=False)
 
 
-def asking() -> bool:
+def in_canary() -> bool:
     """Return whether a canary is running in this context."""
     return _asking.get()
 
@@ -106,7 +106,7 @@ class Canary:
         """Return the verdict from memory or disk, or run the canary now.
 
         Other threads that call this meanwhile block. Code that runs inside the canary must check
-        `asking()` and not call this.
+        `in_canary()` and not call this.
         """
         if self.verdict is None:
             with self._lock:

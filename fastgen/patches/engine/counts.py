@@ -11,7 +11,7 @@ from typing import Literal
 
 from fastgen.config import settings
 from fastgen.ops.counts import calls as operations
-from fastgen.patches.engine.canary import asking
+from fastgen.patches.engine.canary import in_canary
 from fastgen.patches.engine.patch import FallbackError
 from fastgen.patches.engine.status import Entry
 
@@ -39,17 +39,17 @@ def hit(name: str, left_off: Iterable[str] = ()) -> None:
         left_off: Features that were disabled in this call, each with its reason.
     """
     entry = entry_of(name)
-    if not asking():
+    if not in_canary():
         with lock:
             entry.hits += 1
             # Without `iter`, `update` would read the values of a mapping as counts.
             entry.left_off.update(iter(left_off))
 
 
-def left_alone(name: str, reason: str) -> None:
+def note_skipped(name: str, reason: str) -> None:
     """Count a call that runs the original because that is faster: neither a hit nor a fallback."""
     entry = entry_of(name)
-    if not asking():
+    if not in_canary():
         with lock:
             entry.left_off[reason] += 1
 
@@ -68,12 +68,12 @@ def fallback(name: str, reason: str, of: tuple[str, str] | None = None) -> None:
         FallbackError: ``FASTGEN_STRICT=1`` is set or a canary is running.
     """
     entry = entry_of(name)
-    if not asking():
+    if not in_canary():
         with lock:
             entry.fallbacks[reason] += 1
         if of is not None:
             note_call(entry.patch.toolkit.name, *of, "not", [reason])
-    if asking() or settings().strict:
+    if in_canary() or settings().strict:
         raise FallbackError(name, reason)
 
 
@@ -89,7 +89,7 @@ def note_call(
         outcome: Whether the call was accelerated in full, partly or not at all.
         why: Reasons why the call was not fully accelerated.
     """
-    if not asking():
+    if not in_canary():
         with lock:
             outcomes[toolkit, model, method, outcome] += 1
             reasons.update((toolkit, model, method, outcome, text) for text in why)
@@ -101,7 +101,7 @@ def compared(outcome: str) -> None:
         parity[outcome] += 1
 
 
-def decoded_together(counts: Mapping[str, int]) -> None:
+def note_drafting(counts: Mapping[str, int]) -> None:
     """Add the counters of a call with big-little decoding, by name."""
     with lock:
         bild.update(counts)

@@ -6,7 +6,7 @@ installs a plain function in the target's place. The module of the replacement i
 first call that needs it, so that nothing else is imported while a toolkit is.
 
 Authors of patches use `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `note_call`,
-`declined`, `compared`, `running`, `current_plan`, `asking`, `is_applied`, `is_on_top`,
+`declined`, `compared`, `running`, `current_plan`, `in_canary`, `is_applied`, `is_on_top`,
 `is_disabled`, `counted`, `count_too`, `on_disable` and `on_release`. Users call `enable`,
 `disable`, `disabled`, `status` and `release`.
 """
@@ -25,20 +25,20 @@ from typing import Any, Generic, TypeVar, cast
 from fastgen.config import Mode, settings
 from fastgen.context import assigned, isolated
 from fastgen.patches.engine import counts, notices
-from fastgen.patches.engine.canary import Canary, asking, resolve
+from fastgen.patches.engine.canary import Canary, in_canary, resolve
 from fastgen.patches.engine.compilers import is_traced_by_torchscript
 from fastgen.patches.engine.counts import (
     compared,
     count_too,
     counted,
-    decoded_together,
     entries,
     entry_of,
     fallback,
     hit,
-    left_alone,
     lock,
     note_call,
+    note_drafting,
+    note_skipped,
 )
 from fastgen.patches.engine.imports import unfinished, when_finished, when_imported
 from fastgen.patches.engine.patch import FallbackError, Patch, PatchError, Toolkit
@@ -52,7 +52,6 @@ __all__ = [
     "Patch",
     "PatchError",
     "Toolkit",
-    "asking",
     "check",
     "compared",
     "count_too",
@@ -60,17 +59,18 @@ __all__ = [
     "current_plan",
     "declare",
     "declined",
-    "decoded_together",
     "disable",
     "disabled",
     "enable",
     "fallback",
     "hit",
+    "in_canary",
     "is_applied",
     "is_disabled",
     "is_on_top",
-    "left_alone",
     "note_call",
+    "note_drafting",
+    "note_skipped",
     "on_disable",
     "on_release",
     "release",
@@ -314,7 +314,7 @@ def declined(toolkit: str, part: str) -> str | None:
         part: Name of a part of the toolkit's canary.
     """
     canary = _canaries.get(toolkit)
-    if canary is None or asking():
+    if canary is None or in_canary():
         return None
     reason = canary.ask().declines([part])
     if reason is None:
@@ -532,7 +532,7 @@ def _approved_replacement(entry: Entry) -> Function | None:
     canary = None if entry.patch.mends else _canaries.get(entry.patch.toolkit.name)
     if (
         canary is not None
-        and not asking()
+        and not in_canary()
         and (reason := canary.ask().declines(entry.patch.parts)) is not None
     ):
         if entry.patch.covers:
@@ -548,7 +548,7 @@ def _approved_replacement(entry: Entry) -> Function | None:
             with lock:
                 failure = _fail(entry, error)
             _warn_of_those_out_of_reach()
-            if asking() or settings().strict:
+            if in_canary() or settings().strict:
                 raise failure from error
             fallback(entry.patch.name, "the replacement could not be imported")
             return None

@@ -518,7 +518,7 @@ def test_what_is_left_off_is_counted_and_what_other_processes_count(sandbox: San
             engine.hit("toolkit.greet", {"a mapping's names": None})
         before = engine.counted()
         engine.hit("toolkit.greet", ["a list's"])
-        engine.left_alone("toolkit.step", "too small")
+        engine.note_skipped("toolkit.step", "too small")
         engine.fallback("toolkit.step", "too large")
         calls["kbest", "reference"] += 3
         engine.count_too(engine.counted() - before)
@@ -1316,7 +1316,7 @@ def test_counts_are_set_to_zero(sandbox: Sandbox) -> None:
         from fastgen.patches.engine import engine
         patched()
         engine.fallback("toolkit.step", "one beam", ("Model", "step"))
-        engine.left_alone("toolkit.step", "too small")
+        engine.note_skipped("toolkit.step", "too small")
         engine.compared("equal")
         found = fastgen.status(reset=True)
         assert found["toolkit.step"].hits == 1 and found.calls[0].not_accelerated == 1 and found.parity == {"equal": 1}

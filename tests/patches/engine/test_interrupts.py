@@ -192,7 +192,7 @@ def test_all_context_variables_have_the_prefix() -> None:
     names = [
         name
         for file in folder.rglob("*.py")
-        for name in re.findall(r'ContextVar\(f?"([^"]*)', file.read_text())
+        for name in re.findall(r'ContextVar\(\s*f?"([^"]*)', file.read_text())
     ]
     assert len(names) > 10
     assert all(name.startswith((context.PREFIX, "{PREFIX}")) for name in names), names

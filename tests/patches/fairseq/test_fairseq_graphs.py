@@ -21,7 +21,7 @@ from fastgen.decoding.backends.captured_first_finished import CapturedFirstFinis
 from fastgen.decoding.kv_cache import room
 from fastgen.models.cuda_graphs import graph
 from fastgen.ops import dispatch
-from fastgen.patches.fairseq.generator.shared_stepper import Stepper
+from fastgen.patches.fairseq.generator.shared_stepper import SharedStepper
 from tests.models.test_graphs import _Allocations as Allocations
 from tests.support import fairseq_zoo as zoo
 from tests.support.recorder import Graphs
@@ -356,7 +356,7 @@ def test_a_replayed_step_takes_no_memory(
     """A replayed token selection and decode step allocate no memory."""
     made: list[Counter[str]] = []
 
-    advance, step = CapturedFirstFinished.advance, Stepper.step
+    advance, step = CapturedFirstFinished.advance, SharedStepper.step
 
     def counted_advance(search: Any, model: Any, predicted: Any) -> bool:
         with (allocations := Allocations(graphs)):
@@ -371,7 +371,7 @@ def test_a_replayed_step_takes_no_memory(
         return predicted
 
     monkeypatch.setattr(CapturedFirstFinished, "advance", counted_advance)
-    monkeypatch.setattr(Stepper, "step", counted_step)
+    monkeypatch.setattr(SharedStepper, "step", counted_step)
     options = {"beam_size": 2, "max_len_b": 16, "min_len": 16, "temperature": 0.9}
     zoo.call([zoo.build("bart", torch.float32)], zoo.batch(2, 7), options)
     assert len(made) == 2 * 17

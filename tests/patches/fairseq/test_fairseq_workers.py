@@ -346,7 +346,7 @@ def test_what_they_count_is_counted() -> None:
     def translate(batches: Iterator[int]) -> Iterator[int]:
         for number in batches:
             engine.hit("fairseq.generate", ["something"])
-            engine.left_alone("fairseq.score", "too small")
+            engine.note_skipped("fairseq.score", "too small")
             calls["kbest", "reference"] += 2
             yield number
 
@@ -370,7 +370,7 @@ _SLEEPERS = """
     import fastgen, fairseq
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background has it ignored
-    from fastgen.patches.fairseq import workers
+    from fastgen.patches.fairseq.commands import workers
 
     def translate(batches):
         for number in batches:
@@ -649,7 +649,7 @@ def test_interactive_prints_the_same(corpus: Path, tmp_path: Path, where: str) -
 
 _PRINTS_STATUS = """
 import sys, fastgen
-from fastgen.patches.fairseq import workers
+from fastgen.patches.fairseq.commands import workers
 from fairseq_cli.{command} import cli_main
 
 workers.usable_cores = lambda: 2

@@ -38,7 +38,7 @@ from fastgen.patches.fairseq.generator.fused_decoder import FusedDecoder
 from fastgen.patches.fairseq.generator.lengths import longest_of
 from fastgen.patches.fairseq.generator.report import note_served
 from fastgen.patches.fairseq.generator.search import Beam, without_nan
-from fastgen.patches.fairseq.generator.shared_stepper import Member, Stepper
+from fastgen.patches.fairseq.generator.shared_stepper import Member, SharedStepper
 
 
 @dataclass
@@ -301,7 +301,7 @@ def _count(here: Drafting, counts: Sequence[Counts]) -> None:
         name: sum(getattr(each, name) for each in counts) for name in Counts.__dataclass_fields__
     }
     here.counts.update(total)
-    engine.decoded_together(total)
+    engine.note_drafting(total)
 
 
 def _decode(
@@ -418,7 +418,7 @@ class _Whole:
         (model,), sentences = self.ensemble.models, len(self.start)
         (encoded,), self.left_off = encode(self.ensemble, self.net_input)
         self.member = Member(model, encoded, sentences, 1, self.steps)
-        self.stepper = Stepper([self.member], sentences, 1, self.steps, self.start.device)
+        self.stepper = SharedStepper([self.member], sentences, 1, self.steps, self.start.device)
         prediction, _ = self.stepper.step(self.start)
         self.member.fuse()
         if self.member.fused is not None and not self.member.fused.ready:

@@ -215,7 +215,7 @@ class Layers(Attending):
                 layer.compact(slots)
 
     def keep(self, sentences: Tensor, in_order: bool) -> None:
-        """Keep only these sentences; see `decoding.search.first_finished.Stepper.keep`."""
+        """Keep only these sentences; see `first_finished.PredictionStepper.keep`."""
         indices: list[int] = sentences.tolist()
         moved = [index for index, sentence in enumerate(indices) if index != sentence]
         moves = None

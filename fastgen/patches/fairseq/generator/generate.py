@@ -28,7 +28,7 @@ from fastgen.patches.fairseq.generator.encoder import encode
 from fastgen.patches.fairseq.generator.lengths import longest_of, source_lengths
 from fastgen.patches.fairseq.generator.report import PATCH, note_served, of_generator
 from fastgen.patches.fairseq.generator.search import Beam, Toolkits
-from fastgen.patches.fairseq.generator.shared_stepper import Member, Stepper
+from fastgen.patches.fairseq.generator.shared_stepper import Member, SharedStepper
 from fastgen.patches.fairseq.generator.split import Found, in_halves
 
 engine.on_release(packed_weights.release)
@@ -52,7 +52,7 @@ class SuspendedDecode:
     generator: Any
     plan: Plan
     search: FirstFinished
-    model: Stepper
+    model: SharedStepper
     left_off: tuple[str, ...]
 
     def finish(self) -> Found:
@@ -156,7 +156,7 @@ def begin(
     b, m, device = plan.sentences, plan.beams, source.device
     steps = longest + 1
     encoded = encode(generator.model, net_input)
-    stepper = Stepper(
+    stepper = SharedStepper(
         [
             Member(model, output, b, m, steps, generator.temperature)
             for model, output in zip(generator.model.models, encoded.outputs, strict=True)
@@ -194,7 +194,7 @@ def begin(
     return SuspendedDecode(generator, plan, search, stepper, left_off), over
 
 
-def _reason_not_to_capture(generator: Any, stepper: Stepper) -> str | None:
+def _reason_not_to_capture(generator: Any, stepper: SharedStepper) -> str | None:
     """Return why token selection cannot be captured in CUDA graphs, as far as known in advance."""
     if type(generator.search) is not BeamSearch:
         return f"{type(generator.search).__name__} makes them"
@@ -203,7 +203,9 @@ def _reason_not_to_capture(generator: Any, stepper: Stepper) -> str | None:
     return None if stepper.members[0].plain else "log-probabilities of its own"
 
 
-def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -> Tensor | None:
+def _prefilled(
+    search: FirstFinished, stepper: SharedStepper, prefix: Tensor | None
+) -> Tensor | None:
     """Prefill the prefix that all texts start with, if that gives the same result.
 
     fairseq runs a language model's prompt token by token, for every beam.
@@ -220,7 +222,7 @@ def _prefilled(search: FirstFinished, stepper: Stepper, prefix: Tensor | None) -
         return None
     prefix = prefix[:, :shared]
     first, token_scores = stepper.prefill(tokens[:, : shared + 1])
-    search.begin_behind(
+    search.begin_after(
         prefix, token_scores - prefix.eq(chooser.generator.unk) * chooser.generator.unk_penalty
     )
     return first

@@ -26,7 +26,7 @@ from fastgen.decoding.batching.continuous_batching import (
     Cohort,
     Occupancy,
     advance,
-    left_empty,
+    not_refilled,
     reason_not_to_refill,
 )
 from fastgen.decoding.plan import Unsupported
@@ -119,7 +119,7 @@ class Translations:
         self.task, self.models, self.generator, self.timer = task, models, generator, timer
         self.prefix_size, self.cuda = prefix_size, cuda
         self.refused = _reason_not_to_refill(task, generator, prefix_size)
-        self.left_off = dict.fromkeys([] if self.refused is None else [left_empty(self.refused)])
+        self.left_off = dict.fromkeys([] if self.refused is None else [not_refilled(self.refused)])
         self._batches = iter(batches)
         self._queue: deque[_Batch] = deque()  # batches that were read and not yet yielded
         self._running: list[_Running] = []
@@ -270,7 +270,7 @@ class Translations:
         self._leave_off(reason)
 
     def _leave_off(self, reason: str) -> None:
-        self.left_off[left_empty(reason)] = None
+        self.left_off[not_refilled(reason)] = None
 
 
 def _reason_not_to_refill(task: Any, generator: Any, prefix_size: int) -> str | None:

@@ -202,7 +202,7 @@ class Member:
         self.layers.keep(sentences, in_order)
 
 
-class Stepper:
+class SharedStepper:
     """Decode steps of an ensemble, whose probabilities are averaged, and a language model.
 
     Args:

@@ -32,7 +32,7 @@ from fastgen.models.specs.families import family_of
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild.drafted_beams import DraftedStepper
-from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
+from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.generate.decide import check_model, decide
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
 from fastgen.patches.transformers.generate.generation_call import requesting
@@ -187,7 +187,7 @@ def pace_for(call: Call, options: Options) -> Pace | None:
 def returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Tensor]) -> Any:
     """Return the value of `generate`, and add the counts to those of `status()`."""
     sums = torch.stack(list(counts.values())).sum(1)
-    engine.decoded_together(
+    engine.note_drafting(
         dict(zip(counts, cast("list[int]", cast(Any, sums).tolist()), strict=True))
     )
     if not as_dict:
@@ -282,7 +282,7 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
     """
     kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
     if compat.is_user_provided(compat.cache_of(kwargs)):
-        raise ValueError(f"big-little decoding of {type(call.model).__name__}: {IS_GIVEN}")
+        raise ValueError(f"big-little decoding of {type(call.model).__name__}: {IS_USER_PROVIDED}")
     try:
         plan, step = decide(
             call.model,

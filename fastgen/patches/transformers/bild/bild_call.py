@@ -6,7 +6,7 @@ from typing import Any, cast
 from fastgen.decoding.speculative import bild_options
 from fastgen.decoding.speculative.bild_options import Options
 from fastgen.patches.transformers.generate.first_tokens import of_sentences
-from fastgen.patches.transformers.generate.resolve_setting import said
+from fastgen.patches.transformers.generate.resolve_setting import setting_of
 
 _PADDING = 1024
 """Maximum number of unused embedding rows, by which two models of one tokenizer may differ."""
@@ -35,13 +35,13 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
     if all(value is False for value in requested.values()) and small is None and layers is None:
         return None
     configs = {"generation_config": arguments.get("generation_config")}
-    stored = {name: said(model, configs, name) for name in bild_options.NAMES}
+    stored = {name: setting_of(model, configs, name) for name in bild_options.NAMES}
     stored = {name: value for name, value in stored.items() if value is not None}
     if all(value is False for value in (*requested.values(), *stored.values())):
         return None
     for name in ("assistant_model", "assistant_early_exit"):
         arguments.pop(name, None)
-    if (stored_exit := said(model, arguments, "assistant_early_exit")) is not None:
+    if (stored_exit := setting_of(model, arguments, "assistant_early_exit")) is not None:
         raise ValueError(
             f"assistant_early_exit={stored_exit} is in the generation config, where it is "
             "transformers' own assisted decoding: set it to None there, and give it in the call"
@@ -50,12 +50,12 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
     options = bild_options.options(
         small, layers, requested, stored, ("assistant_model", "assistant_early_exit")
     )
-    if of_sentences(said(model, arguments, "forced_bos_token_id")) is not None:
+    if of_sentences(setting_of(model, arguments, "forced_bos_token_id")) is not None:
         raise ValueError(
             "big-little decoding has one forced_bos_token_id for all sentences, not a list of them"
         )
     beams, texts = (
-        said(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences")
+        setting_of(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences")
     )
     if options.beams:
         _check_beams(requested, beams)

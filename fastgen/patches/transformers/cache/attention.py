@@ -25,10 +25,10 @@ def get_interface(
     """
     function = original(self, attn_implementation, default)
     step = current_step.get()
-    return function if step is None or not is_toolkits(function) else _Redeeming(step, function)
+    return function if step is None or not is_toolkits(function) else _Resolving(step, function)
 
 
-class _Redeeming:
+class _Resolving:
     """Attention function of a decode step: resolves placeholders, passes on all other keys."""
 
     __slots__ = ("function", "step")

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.layer_kv import LayerKV, note_steps, room_for_steps
-from fastgen.models.layers.attention import ticket
+from fastgen.models.layers.attention import placeholder
 from fastgen.models.memory.scratch import Memory
 from fastgen.ops.cache import write_slots_
 
@@ -86,7 +86,7 @@ class Room:
             keys, values = (buffer[:, :, :end] for buffer in layer.room)
             self._layers[layer] = _Whole(keys, values, layer.prefix, steps)
         self._tickets = {
-            layer: ticket(whole, cache.rows, whole.prefix + whole.steps)
+            layer: placeholder(whole, cache.rows, whole.prefix + whole.steps)
             for layer, whole in self._layers.items()
         }
         self.tokens = self._prefix + steps
@@ -107,7 +107,7 @@ class Room:
         generated = torch.div(self.start - self._prefix, self._beams, rounding_mode="floor")
         self.length = (generated + self._prefix)[0]
 
-    def ticket(self, layer: LayerKV) -> Tensor:
+    def placeholder(self, layer: LayerKV) -> Tensor:
         """Return the placeholder of a layer."""
         return self._tickets[layer]
 
@@ -188,7 +188,7 @@ class SharedCache:
         return not all(layer.length for layer in (*self.text, *self.source))
 
     @property
-    def hands_out_tickets(self) -> bool:
+    def returns_placeholders(self) -> bool:
         """Whether layers return placeholders instead of keys and values."""
         return self.decoding and (self.room is not None or (self.beams > 1 and not self.looked_at))
 
@@ -394,18 +394,18 @@ class _Layer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._handed_out if self._owner.hands_out_tickets else self._kv.keys
+        return self._handed_out if self._owner.returns_placeholders else self._kv.keys
 
     @property
     def values(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._handed_out if self._owner.hands_out_tickets else self._kv.values
+        return self._handed_out if self._owner.returns_placeholders else self._kv.values
 
     @property
     def _handed_out(self) -> Tensor:
         """Placeholder for the keys and the values of this layer."""
         if (room := self._owner.room) is not None:
-            return room.ticket(self._kv)
+            return room.placeholder(self._kv)
         rows, length = self._owner.rows, self._kv.length
         if self._ticket is None or self._ticket.shape[0] != rows or self._ticket.shape[2] != length:
-            self._ticket = ticket(self._kv, rows, length)
+            self._ticket = placeholder(self._kv, rows, length)
         return self._ticket

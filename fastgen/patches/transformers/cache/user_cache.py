@@ -12,7 +12,7 @@ from transformers import EncoderDecoderCache
 
 from fastgen.patches.transformers.cache.shared_cache import parts_of
 
-IS_GIVEN = "a KV cache is given"
+IS_USER_PROVIDED = "a KV cache is given"
 WORTH = 128
 """Maximum number of tokens in a user-provided cache per new token.
 
@@ -34,25 +34,25 @@ def reason_not_to_share(model: Any, cache: Any, rows: int, beams: int) -> str | 
         beams: M.
     """
     if isinstance(cache, EncoderDecoderCache) != bool(model.config.is_encoder_decoder):
-        return f"{IS_GIVEN}, a {type(cache).__name__}"
+        return f"{IS_USER_PROVIDED}, a {type(cache).__name__}"
     text, *source = parts_of(cache)
     if any(layer.is_sliding for part in (text, *source) for layer in part.layers):
-        return f"{IS_GIVEN}, with a sliding window"
+        return f"{IS_USER_PROVIDED}, with a sliding window"
     if any(layer.get_seq_length() for part in source for layer in part.layers):
-        return f"{IS_GIVEN}, with keys of a source"
+        return f"{IS_USER_PROVIDED}, with keys of a source"
     lengths = {layer.get_seq_length() for layer in text.layers}
     if not any(lengths):
         return None
     if len(lengths) > 1:
-        return f"{IS_GIVEN}, with layers of different lengths"
+        return f"{IS_USER_PROVIDED}, with layers of different lengths"
     states = [state for layer in text.layers for state in (layer.keys, layer.values)]
     if any(
         (len(state), state.dtype, state.device) != (rows, model.dtype, model.device)
         for state in states
     ):
-        return f"{IS_GIVEN}, of other rows, another type or device"
+        return f"{IS_USER_PROVIDED}, of other rows, another type or device"
     if beams > 1 and bool(torch.stack([_differs(state, beams) for state in states]).any()):
-        return f"{IS_GIVEN}, and differs between rows of a sentence"
+        return f"{IS_USER_PROVIDED}, and differs between rows of a sentence"
     return None
 
 
@@ -66,7 +66,7 @@ def reason_not_to_copy(cache: Any, new_tokens: int) -> str | None:
     cached = int(cache.get_seq_length())
     if cached <= WORTH * new_tokens:
         return None
-    return f"{IS_GIVEN}, of {cached} tokens for {new_tokens} new ones at most"
+    return f"{IS_USER_PROVIDED}, of {cached} tokens for {new_tokens} new ones at most"
 
 
 def _differs(state: Tensor, beams: int) -> Tensor:

@@ -87,7 +87,7 @@ def encode(
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     family, declared = folder_of(cast(Any, type(self))), reading.get()
     if is_small(hidden_states, declared is not None or attention_mask is not None):
-        engine.left_alone(f"transformers.encoder.{family}", LITTLE)
+        engine.note_skipped(f"transformers.encoder.{family}", LITTLE)
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     try:
         with engine.running("encoder"):
@@ -97,7 +97,7 @@ def encode(
             padding = "run" if declared is None else declared.padding(self)
             hidden = _encode(original, self, family, hidden_states, attention_mask, padding)
     except (NotFused, Slower) as reason:
-        count = engine.fallback if type(reason) is NotFused else engine.left_alone
+        count = engine.fallback if type(reason) is NotFused else engine.note_skipped
         count(f"transformers.encoder.{family}", str(reason))
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     engine.hit(f"transformers.encoder.{family}")

@@ -25,7 +25,7 @@ from fastgen.patches.transformers.encoders.encoder import (
     sentences_of,
 )
 from fastgen.patches.transformers.generate.generation_call import call_of
-from fastgen.patches.transformers.generate.resolve_setting import said
+from fastgen.patches.transformers.generate.resolve_setting import setting_of
 
 NAME = "transformers.source"
 
@@ -41,9 +41,9 @@ def skips_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool =
         arguments: Arguments of `generate`.
         tokens_alone: Whether even an output dict holds only tokens and counts.
     """
-    is_returned = not tokens_alone and said(model, arguments, "return_dict_in_generate")
+    is_returned = not tokens_alone and setting_of(model, arguments, "return_dict_in_generate")
     # Chunked prefill runs the prompt without the mask.
-    return not (is_returned or said(model, arguments, "prefill_chunk_size"))
+    return not (is_returned or setting_of(model, arguments, "prefill_chunk_size"))
 
 
 def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,7 +94,7 @@ class _Source:
             hidden = _encode(self.encoder, ids, visible if padded else None)
         except (NotFused, Slower) as reason:
             if padded:
-                engine.left_alone(NAME, f"padding is encoded: {reason}")
+                engine.note_skipped(NAME, f"padding is encoded: {reason}")
             return self.encoder(**arguments)
         engine.hit(NAME)
         return BaseModelOutput(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]

@@ -331,7 +331,7 @@ def _reason_not_to_share(
         return "a source of padding alone"
     if compat.is_user_provided(cache):
         if has_own_attention(model):
-            return user_cache.IS_GIVEN
+            return user_cache.IS_USER_PROVIDED
         if (
             reason := user_cache.reason_not_to_share(model, cache, len(input_ids), beams)
         ) is not None:
@@ -442,7 +442,7 @@ def _reason_not_to_drop(
         return "a streamer listens"
     cache = compat.cache_of(kwargs)
     if compat.is_user_provided(cache):
-        return user_cache.IS_GIVEN
+        return user_cache.IS_USER_PROVIDED
     if cache is not None and (reason := _of_another_kind(cache)) is not None:
         return reason
     if (name := _not_by_rows(kwargs, input_ids.shape[0])) is not None:

@@ -15,7 +15,7 @@ from fastgen.context import assigned
 from fastgen.decoding.backends.captured_beam_search import CapturedBeamSearch
 from fastgen.decoding.backends.captured_sampling import CapturedSampling
 from fastgen.decoding.backends.captured_selection import not_captured
-from fastgen.decoding.batching.stable_prefix import Certain
+from fastgen.decoding.batching.stable_prefix import StablePrefix
 from fastgen.decoding.logits.transforms import LogitsTransform, capturable
 from fastgen.decoding.loop import decode
 from fastgen.decoding.plan import Unsupported
@@ -33,7 +33,7 @@ from fastgen.models.specs.families import family_of
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call, bild_resting
-from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
+from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search, sequence_scores
 from fastgen.patches.transformers.generate.decide import decide, method_named
@@ -49,9 +49,9 @@ from fastgen.patches.transformers.generate.logits_processors import (
     transforms_of,
 )
 from fastgen.patches.transformers.generate.loop_call import Call
-from fastgen.patches.transformers.generate.module_stepper import Stepper
+from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
-from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, said
+from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, setting_of
 from fastgen.patches.transformers.generate.sequence_scores import Scored
 from fastgen.patches.transformers.introspection import parity
 from fastgen.patches.transformers.streaming import beam_streamer, split, suspend
@@ -88,7 +88,7 @@ def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     options = bild_call.options_of(self, kwargs)
     run = functools.partial(_as_asked, options)
     if parity.wanted():
-        if options is None or (options.lossless and not said(self, kwargs, "do_sample")):
+        if options is None or (options.lossless and not setting_of(self, kwargs, "do_sample")):
             return parity.both_ways(run, original, self, *args, **kwargs)
         engine.compared(
             "run once: big-little decoding changes the output, "
@@ -157,7 +157,7 @@ def _is_too_small(model: Any, rows: int | None, kwargs: Mapping[str, Any]) -> bo
         narrow
         and rows is not None
         and rows <= TOO_FEW
-        and said(model, kwargs, "max_new_tokens") == 1
+        and setting_of(model, kwargs, "max_new_tokens") == 1
     )
 
 
@@ -323,7 +323,7 @@ def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
             raise bild.not_proven(model, reason) from None
         decode(decoding.search, model, logits)
     passes = model.passes
-    engine.decoded_together(
+    engine.note_drafting(
         {
             "beam_steps": passes.steps,
             "large_calls": passes.large_calls,
@@ -335,9 +335,9 @@ def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
     ).finish()
 
 
-def _beam_search(call: Call, model: Stepper) -> Decoding:
+def _beam_search(call: Call, model: ModuleStepper) -> Decoding:
     config, m = call.config, model.plan.beams
-    certain = call.certain(m)
+    stable_prefix = call.stable_prefix(m)
     eos = compat.eos_tokens(config)
     rule = TransformersRule(
         beams=m,
@@ -362,13 +362,13 @@ def _beam_search(call: Call, model: Stepper) -> Decoding:
         exact=call.model.dtype == torch.float64,
         trace=call.trace,
         wanted=call.wanted,
-        on_step=certain,
+        on_step=stable_prefix,
     )
-    return Decoding(search, lambda: _of_beams(call, model, search, certain))
+    return Decoding(search, lambda: _of_beams(call, model, search, stable_prefix))
 
 
 def _replayed(
-    call: Call, model: Stepper, transforms: Sequence[LogitsTransform], stop: Stop
+    call: Call, model: ModuleStepper, transforms: Sequence[LogitsTransform], stop: Stop
 ) -> bool:
     """Return whether token selection is captured as the decode steps are; if not, note why."""
     if not model.plan.graphs:
@@ -382,7 +382,7 @@ def _replayed(
     elif call.streamer is not None or call.on_tokens is not None:
         reason = "a streamer listens"
     elif compat.is_user_provided(compat.cache_of(call.model_kwargs)):
-        reason = IS_GIVEN  # it must hold exactly the keys and values up to the last step
+        reason = IS_USER_PROVIDED  # it must hold exactly the keys and values up to the last step
     elif stop.others:
         reason = "a stopping criterion looks at all tokens"
     elif not capturable(transforms):
@@ -393,12 +393,14 @@ def _replayed(
     return reason is None
 
 
-def _note(model: Stepper, left_off: str | None) -> None:
+def _note(model: ModuleStepper, left_off: str | None) -> None:
     if left_off is not None:
         model.plan = replace(model.plan, left_off=(*model.plan.left_off, left_off))
 
 
-def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain | None) -> Any:
+def _of_beams(
+    call: Call, model: ModuleStepper, search: BeamSearch, stable_prefix: StablePrefix | None
+) -> Any:
     config, best = call.config, search.outcome
     if isinstance(search, CapturedBeamSearch):
         _note(model, search.choices.refused)
@@ -406,8 +408,8 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain |
     sequences, beams = best.ids[:, :returned].flatten(0, 1), best.beams[:, :returned].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
     sequences = sequences[:, : call.input_ids.shape[1] + longest]
-    if certain is not None and call.streamer is not None:
-        certain.end(0, sequences[0])
+    if stable_prefix is not None and call.streamer is not None:
+        stable_prefix.end(0, sequences[0])
         call.streamer.end()
     if call.scored:
         return Scored(sequences, best.scores[:, :returned].flatten())
@@ -427,7 +429,7 @@ def _of_beams(call: Call, model: Stepper, search: BeamSearch, certain: Certain |
     return kind(**output)
 
 
-def _sample(call: Call, model: Stepper) -> Decoding:
+def _sample(call: Call, model: ModuleStepper) -> Decoding:
     config, streamer, wanted = call.config, call.streamer, call.wanted
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = compat.pad_token(config)
@@ -457,7 +459,7 @@ def _sample(call: Call, model: Stepper) -> Decoding:
     )
 
 
-def _of_samples(call: Call, model: Stepper, sampling: Sampling) -> Any:
+def _of_samples(call: Call, model: ModuleStepper, sampling: Sampling) -> Any:
     if isinstance(sampling, CapturedSampling):
         _note(model, sampling.choices.refused)
     if call.streamer is not None:

@@ -22,12 +22,12 @@ from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.specs.decoder_layouts import layout_of
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import parts_of
-from fastgen.patches.transformers.cache.user_cache import IS_GIVEN
+from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.legacy_search import Method
 from fastgen.patches.transformers.generate.logits_processors import stop_of, transforms_of
 from fastgen.patches.transformers.generate.loop_call import Call
-from fastgen.patches.transformers.generate.module_stepper import Stepper
+from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
 from fastgen.patches.transformers.generate.sequence_scores import Scored, summed
 
@@ -53,7 +53,7 @@ def widened(call: Call) -> Call:
             f"cache_implementation={config.cache_implementation!r} holds"
         )
     if compat.is_user_provided(cache):
-        raise ValueError(f"contrastive search looks at all of the prompt, and {IS_GIVEN}")
+        raise ValueError(f"contrastive search looks at all of the prompt, and {IS_USER_PROVIDED}")
     if config.prefill_chunk_size is not None:
         raise ValueError(
             "contrastive search looks at all of the prompt, and prefill_chunk_size is "
@@ -66,7 +66,7 @@ def widened(call: Call) -> Call:
     return call.widened(config.top_k)
 
 
-def stepper(call: Call, plan: Plan, step: DecoderStep | None) -> Stepper:
+def stepper(call: Call, plan: Plan, step: DecoderStep | None) -> ModuleStepper:
     """Return the stepper of a call; for contrastive search it records hidden states."""
     if plan.method != "contrastive search":
         return call.stepper(plan, step)
@@ -74,7 +74,7 @@ def stepper(call: Call, plan: Plan, step: DecoderStep | None) -> Stepper:
     return with_hidden.stepper(plan, step)
 
 
-def decoding_of(method: Method, call: Call, model: Stepper) -> Decoding:
+def decoding_of(method: Method, call: Call, model: ModuleStepper) -> Decoding:
     """Return the decoding loop of a call for a legacy method."""
     if method == "contrastive search":
         contrastive = _contrastive(call, model)
@@ -86,7 +86,7 @@ def decoding_of(method: Method, call: Call, model: Stepper) -> Decoding:
     return Decoding(search, lambda: _of_pools(call, model, search))
 
 
-def _diverse(call: Call, model: Stepper) -> DiverseBeamSearch:
+def _diverse(call: Call, model: ModuleStepper) -> DiverseBeamSearch:
     config = call.config
     # The position of the diversity penalty among the logits processors of transformers 4.
     before = (config.guidance_scale not in (None, 1)) + (config.sequence_bias is not None)
@@ -97,11 +97,11 @@ def _diverse(call: Call, model: Stepper) -> DiverseBeamSearch:
         transforms=[*first, *then],
         groups=config.num_beam_groups,
         penalty=config.diversity_penalty,
-        edits_before=len(first),
+        transforms_before=len(first),
     )
 
 
-def _constrained(call: Call, model: Stepper) -> ConstrainedBeamSearch:
+def _constrained(call: Call, model: ModuleStepper) -> ConstrainedBeamSearch:
     constraints = constraints_of(call.config.constraints, call.config.force_words_ids)
     check_tokens(constraints, vocabulary(call.model))
     return ConstrainedBeamSearch(
@@ -112,7 +112,7 @@ def _constrained(call: Call, model: Stepper) -> ConstrainedBeamSearch:
     )
 
 
-def _contrastive(call: Call, model: Stepper) -> ContrastiveSearch:
+def _contrastive(call: Call, model: ModuleStepper) -> ContrastiveSearch:
     config, streamer, pad = call.config, call.streamer, compat.pad_token(call.config)
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     masked = "decoder_attention_mask" if call.model.config.is_encoder_decoder else "attention_mask"
@@ -138,7 +138,7 @@ def check_tokens(constraints: Sequence[Constraint], size: int) -> None:
             raise ValueError(f"{constraint} has the token {highest}, and the vocabulary has {size}")
 
 
-def _common(call: Call, model: Stepper) -> dict[str, Any]:
+def _common(call: Call, model: ModuleStepper) -> dict[str, Any]:
     config, prompt = call.config, call.input_ids[:: call.config.num_beams]
     eos, pad = compat.eos_tokens(config), compat.pad_token(config)
     return {
@@ -157,7 +157,7 @@ def _common(call: Call, model: Stepper) -> dict[str, Any]:
     }
 
 
-def _of_pools(call: Call, model: Stepper, search: PooledBeams) -> Any:
+def _of_pools(call: Call, model: ModuleStepper, search: PooledBeams) -> Any:
     config = call.config
     hypotheses = search.best(config.num_return_sequences)
     sequences = _sequences(hypotheses, config).to(call.input_ids.device)
@@ -184,7 +184,7 @@ def _of_pools(call: Call, model: Stepper, search: PooledBeams) -> Any:
     )
 
 
-def _of_contrastive(call: Call, model: Stepper, search: ContrastiveSearch) -> Any:
+def _of_contrastive(call: Call, model: ModuleStepper, search: ContrastiveSearch) -> Any:
     if call.streamer is not None:
         call.streamer.end()
     if search.trace.chosen is not None:

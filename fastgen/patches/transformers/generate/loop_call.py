@@ -7,12 +7,12 @@ from typing import Any, cast
 from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import Wanted
-from fastgen.decoding.batching.stable_prefix import Certain, OnTokens
+from fastgen.decoding.batching.stable_prefix import OnTokens, StablePrefix
 from fastgen.decoding.plan import Plan
 from fastgen.decoding.search.beam_search import Trace
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.generate.module_stepper import Stepper
+from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 
 
@@ -50,7 +50,7 @@ class Call:
             chosen=[] if self.scored else None,
         )
 
-    def certain(self, beams: int) -> Certain | None:
+    def stable_prefix(self, beams: int) -> StablePrefix | None:
         """Return what reports the final tokens of a beam search; None if nothing listens.
 
         Args:
@@ -58,10 +58,10 @@ class Call:
         """
         (rows, prompt), streamer, on_tokens = self.input_ids.shape, self.streamer, self.on_tokens
         if streamer is not None:
-            return Certain(lambda number, place, tokens: streamer.put(tokens), 1, prompt)
+            return StablePrefix(lambda number, place, tokens: streamer.put(tokens), 1, prompt)
         if on_tokens is None:
             return None
-        return Certain(
+        return StablePrefix(
             lambda number, place, tokens: on_tokens(
                 number, place - prompt, cast(Any, tokens).tolist()
             ),
@@ -78,14 +78,14 @@ class Call:
         ids, kwargs = compat.expand(self.model, rows, self.input_ids, kwargs)
         return replace(self, input_ids=ids, model_kwargs=kwargs)
 
-    def stepper(self, plan: Plan, step: DecoderStep | None) -> Stepper:
+    def stepper(self, plan: Plan, step: DecoderStep | None) -> ModuleStepper:
         """Return what runs the decode steps of a plan.
 
         Args:
             step: The fused decode step; None if the model's own modules run the steps.
         """
         arguments = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
-        stepper = SharedStepper(*arguments, step) if plan.shared else Stepper(*arguments)
+        stepper = SharedStepper(*arguments, step) if plan.shared else ModuleStepper(*arguments)
         if self.config.return_dict_in_generate and (
             self.config.output_hidden_states or self.config.output_attentions
         ):

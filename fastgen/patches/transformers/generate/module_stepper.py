@@ -15,7 +15,7 @@ from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import CallReport
 
 
-class Stepper:
+class ModuleStepper:
     """Runs prefill and decode steps of a model at B * M rows, over the toolkit's own cache, if any.
 
     Args:

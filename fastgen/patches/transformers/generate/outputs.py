@@ -11,7 +11,7 @@ from fastgen.decoding.loop import Search
 from fastgen.decoding.search.beam_search import Trace
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.loop_call import Call
-from fastgen.patches.transformers.generate.module_stepper import Stepper
+from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Decoding:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-def fields(call: Call, model: Stepper, trace: Trace) -> dict[str, Any]:
+def fields(call: Call, model: ModuleStepper, trace: Trace) -> dict[str, Any]:
     """Return the fields that all output classes of `generate` share."""
     config, encoder_decoder = call.config, call.model.config.is_encoder_decoder
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
 
 
-def said(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
+def setting_of(model: Any, arguments: Mapping[str, Any], name: str) -> Any:
     """Return a setting of a call; None if it is not set.
 
     The arguments come first, then the call's generation config, then the model's.
@@ -32,14 +32,16 @@ def rows_at_most(model: Any, inputs: Sequence[Any], arguments: Mapping[str, Any]
         inputs: Positional arguments of `generate`.
         arguments: Keyword arguments of `generate`.
     """
-    if any(said(model, arguments, name) is not None for name in _SEVERAL):
+    if any(setting_of(model, arguments, name) is not None for name in _SEVERAL):
         return None
     tensors = [value for value in (*inputs, *arguments.values()) if isinstance(value, Tensor)]
     if not tensors or any(value.dim() != 2 or value.is_floating_point() for value in tensors):
         return None
     if any(arguments.get(name) is not None for name in _UNKNOWN):
         return None
-    rows = max(said(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    rows = max(
+        setting_of(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences")
+    )
     return max(len(tensors[0]) * rows, *(value.numel() for value in tensors))
 
 
@@ -53,5 +55,5 @@ class Settings:
         self._model, self._arguments = model, arguments
 
     def __getattr__(self, name: str) -> Any:
-        value = said(self._model, self._arguments, name)
+        value = setting_of(self._model, self._arguments, name)
         return 50 if name == "top_k" and value is None else value

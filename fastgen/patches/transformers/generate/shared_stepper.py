@@ -40,11 +40,11 @@ from fastgen.patches.transformers.generate.decide import (
     refused,
 )
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder, source_mask
-from fastgen.patches.transformers.generate.module_stepper import Stepper
+from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.report import CallReport
 
 
-class SharedStepper(Stepper):
+class SharedStepper(ModuleStepper):
     """Stepper whose prefill runs at B rows and whose decode steps use a `SharedCache`.
 
     The first decode step shows whether the model takes all its keys from the shared cache. If it

@@ -55,7 +55,7 @@ def wanted() -> bool:
 
     Only the outermost call of a context does, and only outside of canaries.
     """
-    return settings().parity and engine.current_plan.get() is None and not engine.asking()
+    return settings().parity and engine.current_plan.get() is None and not engine.in_canary()
 
 
 def both_ways(

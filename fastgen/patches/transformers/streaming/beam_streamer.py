@@ -19,7 +19,7 @@ from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate.decide import check_call, check_model
 from fastgen.patches.transformers.generate.legacy_search import method_of
-from fastgen.patches.transformers.generate.resolve_setting import said
+from fastgen.patches.transformers.generate.resolve_setting import setting_of
 
 _NAME = "transformers.beam_streamer"
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)
@@ -61,7 +61,7 @@ class BeamStreamer(BaseStreamer):
 
 def wrapped(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `generate` with the streamer wrapped if there are several beams."""
-    if kwargs.get("streamer") is None or (said(model, kwargs, "num_beams") or 1) == 1:
+    if kwargs.get("streamer") is None or (setting_of(model, kwargs, "num_beams") or 1) == 1:
         return kwargs
     return kwargs | {"streamer": BeamStreamer(kwargs["streamer"])}
 

@@ -186,10 +186,10 @@ class Refill:
 
 def _reason_not_to_refill(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
     """Return why the loop cannot be suspended, as far as known before `generate` runs, or None."""
-    return reason_not_to_refill([model.device.type]) or who_stands_between(model, config, kwargs)
+    return reason_not_to_refill([model.device.type]) or what_wraps_generate(model, config, kwargs)
 
 
-def who_stands_between(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
+def what_wraps_generate(model: Any, config: Any, kwargs: dict[str, Any]) -> str | None:
     """Return what is between the caller of `generate` and our loops, or None.
 
     It would receive objects that are not outputs of `generate`, such as a suspended loop.

@@ -16,9 +16,9 @@ from fastgen.patches.transformers.bild import bild_call
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS, INSTALLED
 from fastgen.patches.transformers.generate import first_tokens, sequence_scores
 from fastgen.patches.transformers.generate.generation_call import requesting
-from fastgen.patches.transformers.generate.resolve_setting import said
+from fastgen.patches.transformers.generate.resolve_setting import setting_of
 from fastgen.patches.transformers.generate.sequence_scores import Scored
-from fastgen.patches.transformers.streaming.refill import Batch, Refill, who_stands_between
+from fastgen.patches.transformers.streaming.refill import Batch, Refill, what_wraps_generate
 from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 
 MAX_TOKENS = 4096
@@ -112,7 +112,7 @@ class _Stream:
         self.on_tokens, self.told = on_tokens, dict[int, int]()
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        self.first = first_tokens.beside(said(model, kwargs, _FIRST), vocabulary)
+        self.first = first_tokens.beside(setting_of(model, kwargs, _FIRST), vocabulary)
         self.drafts = False
         if self.first is not None:
             kwargs[_FIRST] = 0  # `_generate` sets the tokens of each batch
@@ -220,7 +220,7 @@ class _Stream:
     def _awaited(self, batch: Batch) -> AbstractContextManager[Any]:
         wanted, begun = self.wanted, self.begun
         no_callbacks = wanted is None and self.on_tokens is None
-        if no_callbacks or who_stands_between(self.model, self.config, self.kwargs) is not None:
+        if no_callbacks or what_wraps_generate(self.model, self.config, self.kwargs) is not None:
             return nullcontext()
 
         def is_wanted(row: int) -> bool:
@@ -259,7 +259,7 @@ class _Stream:
         if not self.scores:
             return self.model.generate(**inputs, **kwargs)
         if not (self.by_transformers or engine.is_disabled()):
-            if who_stands_between(self.model, self.config, kwargs) is None:
+            if what_wraps_generate(self.model, self.config, kwargs) is None:
                 with requesting(self.model, scored=True):
                     result = self.model.generate(**inputs, **kwargs)
                 if isinstance(result, Scored | SuspendedDecode):

@@ -7,13 +7,13 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-from fastgen.decoding.batching.continuous_batching import left_empty
+from fastgen.decoding.batching.continuous_batching import not_refilled
 from fastgen.decoding.loop import Search
 from fastgen.decoding.plan import Plan
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.patches.transformers.generate import legacy_search
 from fastgen.patches.transformers.generate.generation_call import call_of
-from fastgen.patches.transformers.generate.module_stepper import Stepper
+from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.report import note_served
 
 
@@ -43,7 +43,7 @@ class SuspendedDecode:
     """
 
     name: str
-    model: Stepper
+    model: ModuleStepper
     search: Search[Tensor]
     output: Callable[[], Any]
     left_off: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def decide(
     if request is None:
         return False, None
     reason = request.refused or _reason_not_to_pause(request, plan, step, criteria)
-    return reason is None, None if reason is None else left_empty(reason)
+    return reason is None, None if reason is None else not_refilled(reason)
 
 
 def _reason_not_to_pause(

@@ -484,12 +484,12 @@ def test_finished_sentences_leave(
     family: str, seed: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sentences that end at different times leave the batch, with unchanged tokens."""
-    from fastgen.patches.transformers.generate.module_stepper import Stepper
+    from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 
     left: list[int] = []
-    keep = Stepper.keep
+    keep = ModuleStepper.keep
     monkeypatch.setattr(
-        Stepper, "keep", lambda self, kept: (left.append(len(kept)), keep(self, kept))
+        ModuleStepper, "keep", lambda self, kept: (left.append(len(kept)), keep(self, kept))
     )
     model = zoo.build(family, seed=seed)
     ends = list(range(2, 30))
