@@ -1334,6 +1334,7 @@ def test_mutant(name: str, tmp_path: Path) -> None:
 
 def _is_found(check: Callable[[], object]) -> bool:
     """Return whether a check fails in a forked process, as a mutant may crash."""
+    broken = 2
     process = os.fork()
     if process == 0:
         status = 1
@@ -1341,6 +1342,20 @@ def _is_found(check: Callable[[], object]) -> bool:
             faulthandler.disable()
             check()
             status = 0
+        except BaseException as error:
+            if _has_no_such_name(error):
+                status = broken
         finally:
             os._exit(status)
-    return os.waitpid(process, 0)[1] != 0
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    assert status != broken, "the mutant uses a name that its kernel does not have"
+    return status != 0
+
+
+def _has_no_such_name(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it stems from, is a NameError."""
+    while error is not None:
+        if isinstance(error, NameError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
