@@ -49,7 +49,7 @@ class Settings(BaseModel):
     max_source_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of a text at most (default: what the tokenizer says, or 1024)",
+        description="tokens of a text at most (default: the tokenizer's limit, at most 1024)",
     )
     max_new_tokens: int = Field(
         512,

@@ -146,7 +146,7 @@ class CapturedFirstFinished(FirstFinished):
         self.over = cast(Any, before).tolist()
         if all(self.over) or (last and self.stop_at_longest):
             return False
-        assert not last, f"{self.longest} < {self.longest}"
+        assert not last, f"{self.step - 1} < {self.longest}"
         self.let_leave(model)
         return True
 
