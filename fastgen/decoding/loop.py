@@ -11,9 +11,9 @@ from fastgen.decoding.backends.native_sampling import NativeSampling
 from fastgen.decoding.logits.transforms import Text
 
 # The output of a decode step: logits, or a prediction from which the search computes them.
-_Output = TypeVar("_Made")
-_Output_co = TypeVar("_Made_co", covariant=True)
-_Output_contra = TypeVar("_Made_contra", contravariant=True)
+_Output = TypeVar("_Output")
+_Output_co = TypeVar("_Output_co", covariant=True)
+_Output_contra = TypeVar("_Output_contra", contravariant=True)
 
 
 class Search(Protocol[_Output_contra]):

@@ -30,8 +30,8 @@ OCCUPIED = 0.5
 """Occupancy of finished cohorts, averaged over their steps, below which other cohorts start."""
 
 # The output of a decode step: logits, or a prediction from which the search computes them.
-_Output = TypeVar("_Made")
-_Output_co = TypeVar("_Made_co", covariant=True)
+_Output = TypeVar("_Output")
+_Output_co = TypeVar("_Output_co", covariant=True)
 
 
 class JoinableStepper(Stepper[_Output_co], Protocol[_Output_co]):
