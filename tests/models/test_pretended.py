@@ -14,6 +14,7 @@ import transformers as tf
 from torch import Tensor
 
 import fastgen
+from fastgen.models.cuda_graphs.replay import Replay
 from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
 from tests.support.pretended import Pretended
@@ -64,6 +65,33 @@ def test_tokens(
         captured.append(sum(counts.total() > 1 for counts in device.captures))
         device.captures.clear()
     assert captured == [2, 1], "a step and a choice, then a choice"
+    fastgen.release()
+
+
+@pytest.mark.parametrize("method", ["greedy", "beams"])
+def test_half_precision(
+    method: str, monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]
+) -> None:
+    """Token selection reads fp16 logits as captured steps leave them, as it would read fp32."""
+    setting("FASTGEN_OPS", "reference")
+    model = zoo.build("bart", torch.float16)
+    inputs = zoo.batch(model, 3, 9) | METHODS[method]
+    inputs |= {"max_new_tokens": 20, "min_new_tokens": 20}
+    Pretended(monkeypatch)
+    model.to("cuda")
+    model.generate(**_on_device(inputs))  # whose first step the modules make
+    finished, dtypes = Replay.finished, set[torch.dtype]()
+
+    def cast(replay: Replay, logits: Tensor, weights: Tensor | None) -> Any:
+        dtypes.add(logits.dtype)
+        logits, weights = finished(replay, logits, weights)
+        return logits.float(), weights
+
+    found = model.generate(**_on_device(inputs)).tolist()
+    fastgen.release()
+    monkeypatch.setattr(Replay, "finished", cast)
+    assert model.generate(**_on_device(inputs)).tolist() == found
+    assert dtypes == {torch.float16}
     fastgen.release()
 
 
