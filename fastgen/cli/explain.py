@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         1 if transformers' own decode loop would run, else 0.
     """
     models.folder_of(args.model)
-    options = generation_options.given(args, PYTHON_ONLY)
+    options = generation_options.requested(args, PYTHON_ONLY)
     from transformers.utils import logging
 
     logging.disable_progress_bar()

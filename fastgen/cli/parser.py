@@ -41,8 +41,10 @@ class CommandParser(argparse.ArgumentParser):
             return f"{word!r} is not expected there"
         if (hint := (self._hints or {}).get(name.removeprefix("--"))) is not None:
             return f"{name} is not an option here: {hint}"
-        alike = difflib.get_close_matches(name, self._option_string_actions, 3)
-        return f"there is no option {name}" + (f"; there is {', '.join(alike)}" if alike else "")
+        close_matches = difflib.get_close_matches(name, self._option_string_actions, 3)
+        return f"there is no option {name}" + (
+            f"; there is {', '.join(close_matches)}" if close_matches else ""
+        )
 
 
 def _dashed(args: Sequence[str]) -> list[str]:

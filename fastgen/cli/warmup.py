@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         0 if fastgen's decode loop ran, else 1.
     """
     models.folder_of(args.model)
-    options = {"max_new_tokens": 32} | generation_options.given(args, PYTHON_ONLY)
+    options = {"max_new_tokens": 32} | generation_options.requested(args, PYTHON_ONLY)
     from transformers.utils import logging
 
     from fastgen.cli.bench.benchmark_cell import LOOPS

@@ -18,13 +18,13 @@ class Limit:
     """The most tokens of an output, without a decoder's prompt or start token.
 
     Attributes:
-        said: where the limit comes from, for messages.
+        origin: where the limit comes from, for messages.
         tokens: limit of every output; None if it depends on the sources, see `of`.
         most: if `tokens` is None, the most tokens that the model has positions for; None if
             positions are unlimited.
     """
 
-    said: str
+    origin: str
     tokens: int | None = None
     most: int | None = None
 
@@ -51,15 +51,15 @@ def limit_of(model: Any, generation: Mapping[str, Any]) -> Limit:
             return Limit(f"--{name.replace('_', '-')} {value}", value - more)
         value = getattr(stored, name, None)
         if value is not None and (name, value) != ("max_length", _UNSAID):
-            said = (
+            origin = (
                 f"{name}={value} of the model's generation config; --max-new-tokens N sets another"
             )
-            return Limit(said, value - more)
-    said = (
+            return Limit(origin, value - more)
+    origin = (
         f"{MORE} tokens and {PER_TOKEN} for each of a batch's longest source; "
         "--max-new-tokens N sets another"
     )
-    return Limit(said, None, _positions(model.config))
+    return Limit(origin, None, _positions(model.config))
 
 
 def _positions(config: Any) -> int | None:

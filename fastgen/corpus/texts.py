@@ -275,10 +275,10 @@ class TextGenerator:
         if self.generation.get("max_new_tokens") is not None or self.limit.tokens is None:
             config.max_length = None
         if config.pad_token_id is None and "pad_token_id" not in self.generation and self.ends:
-            eos = self._said("eos_token_id")
+            eos = self._generation_setting("eos_token_id")
             self.generation["pad_token_id"] = eos[0] if isinstance(eos, list) else eos
 
-    def _said(self, name: str) -> Any:
+    def _generation_setting(self, name: str) -> Any:
         """Return an argument of `generate`, from the options or the model's generation config."""
         return self.generation.get(name, getattr(self.model.generation_config, name, None))
 
@@ -332,7 +332,7 @@ class TextGenerator:
         start = 1 if self.model.config.is_encoder_decoder else 0
         ends = torch.tensor(sorted(self.ends), dtype=torch.int64, device="cpu")
         # A forced end token is the last token of a text that reaches its limit.
-        forced = self._said("forced_eos_token_id") is not None
+        forced = self._generation_setting("forced_eos_token_id") is not None
         limits = {self.limit.of(len(source)) for source in sources}
         for source, found in zip(sources, self._stream(sources, wanted, on_tokens), strict=True):
             ids, scores = found if self.options.scores else (found, None)
@@ -371,7 +371,7 @@ class TextGenerator:
     @property
     def ends(self) -> frozenset[int]:
         """The tokens that end a text."""
-        eos = self._said("eos_token_id")
+        eos = self._generation_setting("eos_token_id")
         return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
 
     def _text(self, sequences: Sequences) -> Output:

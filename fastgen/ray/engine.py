@@ -241,7 +241,7 @@ class _Reporting(Generator):
 
         torch.manual_seed(self.generator.options.seed + batch["number"][0].as_py())
         outputs, now = super().__call__(batch), _counts()
-        now["at_limit", self.generator.limit.said] = self.at_limit
+        now["at_limit", self.generator.limit.origin] = self.at_limit
         report = [[what, which, count] for (what, which), count in (now - self.before).items()]
         self.before = now
         rows = [json.dumps(report), *[None] * (len(outputs) - 1)][: len(outputs)]

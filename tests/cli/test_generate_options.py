@@ -618,7 +618,7 @@ def parsed(folders: Path, *words: str) -> dict[str, Any]:
     args = _parser("generate").parse_args(
         ["generate", str(folders / "model"), "--input", "x", *words]
     )
-    return generation.given(args)
+    return generation.requested(args)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from fastgen.models.runtime.first_token import FirstToken
 from fastgen.ray import app
 from fastgen.ray.serve import main, start, stop
 from fastgen.ray.server.api import Answer, Api
-from fastgen.ray.server.merging import Merger, QueueFull, Tell
+from fastgen.ray.server.merging import QueueFull, RequestBatcher, Tell
 from fastgen.ray.settings import Settings
 
 MODEL = Path(__file__).parents[2] / "examples/en-es/model"
@@ -83,7 +83,7 @@ def test_merged_requests_are_answered_as_if_alone(api: Api, alone: list[str]) ->
     assert {answer.status for answer in answers} == {several.status} == {200}
     assert {answer.content["model"] for answer in answers} == {"en-es"}
     # One batch for each set of options.
-    assert (api.merger.batches, api.merger.generated) == (2, 23)
+    assert (api.batcher.batches, api.batcher.generated) == (2, 23)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_limits(api: Api, body: dict[str, Any], status: int, shown: str) -> None
     assert answer.status == status, answer
     assert shown in answer.content["error"]
     assert answer.headers == ({"Retry-After": "7"} if status == 503 else {})
-    assert api.merger.batches == 0
+    assert api.batcher.batches == 0
 
 
 def test_sequences_and_beams_of_model_settings_and_request(
@@ -242,7 +242,7 @@ def test_who_leaves_frees_rows_of_a_batch_that_runs(
 
         monkeypatch.setattr(DecoderStep, "__call__", stepped)
         answer = await tasks[0] if stays else None
-        await _until(lambda: api.merger.left == 8 - stays)
+        await _until(lambda: api.batcher.left == 8 - stays)
         return answer
 
     answer = asyncio.run(run())
@@ -280,14 +280,14 @@ class _Model:
         return [f"{options}{len(source)}" for source in sources]
 
 
-def _merger(model: Callable[..., Any], **changed: Any) -> Merger[list[int], str, str]:
-    return Merger(model, **{"batch_tokens": 20, "most": 100, "linger": 0.0} | changed)
+def _merger(model: Callable[..., Any], **changed: Any) -> RequestBatcher[list[int], str, str]:
+    return RequestBatcher(model, **{"batch_tokens": 20, "most": 100, "linger": 0.0} | changed)
 
 
 def _submitted(
-    merger: Merger[list[int], str, str], lengths: list[int], options: str = "a"
+    batcher: RequestBatcher[list[int], str, str], lengths: list[int], options: str = "a"
 ) -> list["asyncio.Task[list[str]]"]:
-    return [asyncio.create_task(merger.submit([[7] * length], options)) for length in lengths]
+    return [asyncio.create_task(batcher.submit([[7] * length], options)) for length in lengths]
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -299,11 +299,11 @@ async def _until(condition: Callable[[], bool]) -> None:
 def test_batches_are_of_like_lengths_and_the_oldest_goes_first() -> None:
     async def run() -> None:
         model = _Model()
-        merger = _merger(model)
-        tasks = _submitted(merger, [1])
+        batcher = _merger(model)
+        tasks = _submitted(batcher, [1])
         await _until(lambda: len(model.batches) == 1)  # it runs, and the next requests queue up
-        tasks += _submitted(merger, [4, 9, 5, 30, 3, 8])
-        tasks += _submitted(merger, [4], "b")
+        tasks += _submitted(batcher, [4, 9, 5, 30, 3, 8])
+        tasks += _submitted(batcher, [4], "b")
         await asyncio.sleep(0)
         model.may_go_on.set()
         answers = [(await task)[0] for task in tasks]
@@ -316,10 +316,10 @@ def test_batches_are_of_like_lengths_and_the_oldest_goes_first() -> None:
 def test_what_nobody_waits_for_is_not_generated() -> None:
     async def run() -> None:
         model = _Model()
-        merger = _merger(model)
-        running = _submitted(merger, [1, 1])
+        batcher = _merger(model)
+        running = _submitted(batcher, [1, 1])
         await _until(lambda: len(model.batches) == 1)
-        waiting = _submitted(merger, [2, 3, 4])
+        waiting = _submitted(batcher, [2, 3, 4])
         await asyncio.sleep(0)
         waiting[1].cancel()
         running[0].cancel()  # already running: the model is told that nobody waits for it
@@ -332,7 +332,7 @@ def test_what_nobody_waits_for_is_not_generated() -> None:
             ["a4"],
         ]
         assert model.batches == [[1, 1], [2, 4]]
-        assert (merger.dropped, merger.generated, merger.left) == (1, 4, 1)
+        assert (batcher.dropped, batcher.generated, batcher.left) == (1, 4, 1)
 
     asyncio.run(run())
 
@@ -340,16 +340,16 @@ def test_what_nobody_waits_for_is_not_generated() -> None:
 def test_a_full_queue_refuses_and_recovers() -> None:
     async def run() -> None:
         model = _Model()
-        merger = _merger(model, most=3)
-        tasks = _submitted(merger, [1])
+        batcher = _merger(model, most=3)
+        tasks = _submitted(batcher, [1])
         await _until(lambda: len(model.batches) == 1)
-        tasks += _submitted(merger, [2, 2])
+        tasks += _submitted(batcher, [2, 2])
         await asyncio.sleep(0)
         with pytest.raises(QueueFull, match="2 texts wait, 3 at most"):
-            await merger.submit([[7], [7]], "a")  # both or neither
+            await batcher.submit([[7], [7]], "a")  # both or neither
         model.may_go_on.set()
         assert [await task for task in tasks] == [["a1"], ["a2"], ["a2"]]
-        assert await merger.submit([[7], [7]], "a") == ["a1", "a1"]
+        assert await batcher.submit([[7], [7]], "a") == ["a1", "a1"]
 
     asyncio.run(run())
 
@@ -358,12 +358,12 @@ def test_an_error_is_its_own_batch_s() -> None:
     async def run() -> None:
         model = _Model()
         model.may_go_on.set()
-        merger = _merger(model)
-        bad, good = _submitted(merger, [2], "bad"), _submitted(merger, [2])
+        batcher = _merger(model)
+        bad, good = _submitted(batcher, [2], "bad"), _submitted(batcher, [2])
         with pytest.raises(RuntimeError, match="out of order"):
             await bad[0]
         assert await good[0] == ["a2"]
-        merger.check()
+        batcher.check()
 
     asyncio.run(run())
 

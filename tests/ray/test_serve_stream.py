@@ -112,7 +112,7 @@ def _run(api: Api, asked: Coroutine[Any, Any, Any]) -> Any:
 
     async def run() -> Any:
         found = await asked
-        await _until(lambda: api.merger._task is None)
+        await _until(lambda: api.batcher._task is None)
         return found
 
     return asyncio.run(run())
@@ -136,7 +136,7 @@ async def _events(answer: Answer) -> list[Any]:
     "options", [{}, {"num_beams": 1}, {"num_beams": 4, "no_repeat_ngram_size": 2}]
 )
 def test_streams_share_batches_with_others(api: Api, options: dict[str, Any]) -> None:
-    before = api.merger.batches
+    before = api.batcher.batches
 
     async def ask() -> tuple[list[Any], list[list[Any]]]:
         whole = [_call(api, text=text, options=options) for text in TEXTS[:8]]
@@ -145,7 +145,7 @@ def test_streams_share_batches_with_others(api: Api, options: dict[str, Any]) ->
         return [one.content for one in answers], events
 
     answers, streams = _run(api, ask())
-    assert api.merger.batches == before + 1
+    assert api.batcher.batches == before + 1
     assert sum(map(len, streams)) > 3 * len(streams)
     for answer, events in zip(answers, streams, strict=True):
         *_, last = events
@@ -195,9 +195,9 @@ def test_text_comes_before_the_batch_ends_and_a_finished_text_ends_its_stream(
         ended.set()
         assert (await long).status == 200
 
-    batches, left = api.merger.batches, api.merger.left
+    batches, left = api.batcher.batches, api.batcher.left
     _run(api, run())
-    assert (api.merger.batches, api.merger.left) == (batches + 1, left)
+    assert (api.batcher.batches, api.batcher.left) == (batches + 1, left)
     assert steps >= 40
 
 
@@ -209,9 +209,9 @@ def test_who_leaves_a_stream_frees_its_text(api: Api) -> None:
         assert isinstance(answer.content, AsyncIterator)
         await anext(answer.content)
         await answer.content.aclose()  # type: ignore[attr-defined]
-        await _until(lambda: api.merger.left > left)
+        await _until(lambda: api.batcher.left > left)
 
-    left = api.merger.left
+    left = api.batcher.left
     _run(api, run())
     assert 'fastgen_requests_total{path="/generate",replica="r1",status="499"} 1.0' in exposition(
         [api.metrics.families()]

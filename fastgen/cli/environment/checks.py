@@ -52,11 +52,11 @@ def examine(check: Check) -> list[Finding]:
     try:
         found.extend(check())
     except Exception as error:
-        found.append(Finding("trouble", f"this check ended in {said(error)}"))
+        found.append(Finding("trouble", f"this check ended in {error_line(error)}"))
     return found
 
 
-def said(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Return an exception's type and message as one string."""
     return f"{type(error).__name__}: {error}"
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fastgen
-from fastgen.cli.environment.checks import Finding, said
+from fastgen.cli.environment.checks import Finding, error_line
 
 REPORT = "FASTGEN=0 until it is found; report it, with what `fastgen doctor --json` prints"
 PATHS = {"triton": "Triton's kernels", "native": "C", "reference": "torch"}
@@ -32,7 +32,9 @@ def _tried(loops: tuple[str, ...], compare: Callable[[], tuple[bool, str]]) -> I
         equal, compared = compare()
     except Exception as error:
         yield Finding(
-            "trouble", f"tiny models of {_toolkit(loops)} did not generate: {said(error)}", REPORT
+            "trouble",
+            f"tiny models of {_toolkit(loops)} did not generate: {error_line(error)}",
+            REPORT,
         )
         return
     if not equal or _differed() > differed:

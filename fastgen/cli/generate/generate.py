@@ -310,7 +310,7 @@ def _options(args: argparse.Namespace) -> Options:
     folder = models.folder_of(args.model)
     config, stored = _json_of(folder / "config.json"), _json_of(folder / "generation_config.json")
     task = fastseq.task(args.model, config, args.task, set(generation_options.settings()))
-    generation = task.generation | generation_options.given(args)
+    generation = task.generation | generation_options.requested(args)
     targets = _targets(args, generation)
     generation_options.check(
         generation, {name: value for name, value in stored.items() if not name.startswith("_")}
@@ -320,7 +320,7 @@ def _options(args: argparse.Namespace) -> Options:
     }
     generation |= _drafts(args, generation, drafting, stored)
     if (
-        "max_new_tokens" not in {**_said(stored), **generation}
+        "max_new_tokens" not in {**_settings_in(stored), **generation}
         and not models.load_config(args.model).is_encoder_decoder
     ):
         raise CommandError(
@@ -341,7 +341,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 def _targets(
-    args: argparse.Namespace, asked: dict[str, Any]
+    args: argparse.Namespace, requested: dict[str, Any]
 ) -> Literal["language", "token"] | None:
     """Return what the target column holds: languages, first tokens, or None without such a column.
 
@@ -353,7 +353,10 @@ def _targets(
         for name in ("target_lang_column", "forced_bos_column")
         if getattr(args, name) is not None
     ]
-    values = {"target_lang": args.target_lang, "forced_bos_token": args.forced_bos_token} | asked
+    values = {
+        "target_lang": args.target_lang,
+        "forced_bos_token": args.forced_bos_token,
+    } | requested
     names = ("target_lang", "forced_bos_token", "forced_bos_token_id")
     sources = columns + [name for name in names if values.get(name) is not None]
     if columns and len(sources) > 1:
@@ -365,27 +368,30 @@ def _targets(
 
 
 def _drafts(
-    args: argparse.Namespace, asked: dict[str, Any], given: dict[str, Any], stored: dict[str, Any]
+    args: argparse.Namespace,
+    requested: dict[str, Any],
+    bild_requested: dict[str, Any],
+    stored: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the options of big-little decoding; empty if none is requested."""
-    layers = asked.get("assistant_early_exit")
-    if args.assistant_model is None and layers is None and not given:
+    layers = requested.get("assistant_early_exit")
+    if args.assistant_model is None and layers is None and not bild_requested:
         return {}
     if args.assistant_model is not None:
         models.folder_of(args.assistant_model)
-    if not {*given, *_said(stored)} & set(bild_options.NAMES):
-        given = {"lossless": True}
+    if not {*bild_requested, *_settings_in(stored)} & set(bild_options.NAMES):
+        bild_requested = {"lossless": True}
     if args.scores:
         raise CommandError("--scores: a text that is drafted has none")
     try:
         bild_options.options(
-            args.assistant_model, layers, given, {},
+            args.assistant_model, layers, bild_requested, {},
             ("--assistant-model", "--assistant-early-exit"),
             lambda name: "--" + name.replace("_", "-"),
         )  # fmt: skip
     except (TypeError, ValueError) as error:
         raise CommandError(str(error)) from error
-    return given
+    return bild_requested
 
 
 def _source(args: argparse.Namespace) -> Files:
@@ -441,7 +447,7 @@ def _sink(
             raise CommandError(
                 f"--output-format {kind}: columns of standard input are not known; write JSONL"
             )
-    stored = _said(_json_of(options.model / "generation_config.json"))
+    stored = _settings_in(_json_of(options.model / "generation_config.json"))
     several = {**stored, **options.generation}.get("num_return_sequences", 1) > 1
     columns = None if first is None else tuple(first)
     problems = args.on_error == "empty" and kind != "text"
@@ -461,5 +467,5 @@ def _json_of(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _said(stored: dict[str, Any]) -> dict[str, Any]:
+def _settings_in(stored: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in stored.items() if value is not None}

@@ -96,23 +96,23 @@ class Setting:
         """Its option on the command line."""
         return "--" + self.name.replace("_", "-")
 
-    def value(self, said: Any) -> Any:
+    def value(self, value_given: Any) -> Any:
         """Return the value for words of a command line or for a value of a JSON file.
 
         Raises:
             CommandError: the value has none of the types.
         """
-        if isinstance(said, str):
-            parsed = self._of_words([said])
-        elif isinstance(said, list) and all(isinstance(word, str) for word in said):
-            parsed = self._of_words(said)
+        if isinstance(value_given, str):
+            parsed = self._of_words([value_given])
+        elif isinstance(value_given, list) and all(isinstance(word, str) for word in value_given):
+            parsed = self._of_words(value_given)
         else:
-            parsed = said
+            parsed = value_given
         if not any(self._is(parsed, kind) for kind in self.kinds):
             words = (
-                " ".join(said)
-                if isinstance(said, list) and all(isinstance(w, str) for w in said)
-                else said
+                " ".join(value_given)
+                if isinstance(value_given, list) and all(isinstance(w, str) for w in value_given)
+                else value_given
             )
             raise CommandError(f"{self.flag} {words}: must be {' or '.join(self.kinds)}")
         return parsed
@@ -179,7 +179,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(*flags, nargs=nargs, metavar=setting.kinds[0].upper(), **common)
 
 
-def given(args: argparse.Namespace, elsewhere: Mapping[str, str] = ELSEWHERE) -> dict[str, Any]:
+def requested(args: argparse.Namespace, elsewhere: Mapping[str, str] = ELSEWHERE) -> dict[str, Any]:
     """Return the arguments of `generate` from the file and from the flags; flags take precedence.
 
     Args:

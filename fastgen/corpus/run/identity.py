@@ -25,7 +25,7 @@ _NO_MATTER = ("threads",)  # options that change only speed and rounding
 def header_of(job: Job) -> dict[str, Any]:
     """Return everything that the bytes of an output depend on, JSON-ready."""
     options = {
-        option.name: _told(getattr(job.options, option.name))
+        option.name: _as_json(getattr(job.options, option.name))
         for option in fields(job.options)
         if option.name not in _NO_MATTER
     }
@@ -36,7 +36,7 @@ def header_of(job: Job) -> dict[str, Any]:
     return json.loads(json.dumps(header))
 
 
-def _told(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     return digest(folder_of(value)) if isinstance(value, Path) else value
 
 

@@ -103,7 +103,7 @@ def _to_file(job: Job, output: Path) -> Summary:
     if job.restart:
         restart(output)
     with closing(Journal(output, header, job.on_error)) as journal:
-        if not journal.begun and _file(output) != before:
+        if not journal.started and _file(output) != before:
             remove(output)  # else this run's header would make the next run overwrite the output
             raise CommandError(
                 f"{output}: another run has just finished it; --overwrite writes over it"

@@ -111,7 +111,7 @@ class Written:
     length: int = 0
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether there is more than a header. A header alone does not bind the next run."""
         return bool(self.entries) or self.whole
 
@@ -167,7 +167,7 @@ class Journal:
 
     Attributes:
         entries: the finished blocks.
-        begun: whether an earlier run has written more than a header.
+        started: whether an earlier run has written more than a header.
         whole: whether all blocks are finished, and only the sink is left to run.
 
     Raises:
@@ -181,15 +181,15 @@ class Journal:
         self._journal = held(journal_of(output))
         try:
             written = read(output)
-            self.entries, self.begun, self.whole = written.entries, written.begun, written.whole
-            if self.begun:
+            self.entries, self.started, self.whole = written.entries, written.started, written.whole
+            if self.started:
                 self._compare(written.header, header, on_error)
             with writing(body_of(output)):
-                self._journal.truncate(written.length if self.begun else 0)
+                self._journal.truncate(written.length if self.started else 0)
                 if not self.whole:  # else the body is complete, or is the output already
                     self._body = body_of(output).open("ab", buffering=0)
                     self._body.truncate(written.end)
-            if not self.begun:
+            if not self.started:
                 self._say({"header": header})
         except BaseException:
             self.close()

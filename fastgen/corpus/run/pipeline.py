@@ -44,25 +44,25 @@ def run(
         write: called in a thread, item after item; not called again after it has failed.
         waits: times are added to it.
     """
-    ahead, behind = _Ahead(items), _Behind(write)
+    reader, writer = _ReadAhead(items), _WriteBehind(write)
     begin = time.perf_counter()
     try:
-        for item in ahead:
+        for item in reader:
             waits.reading += time.perf_counter() - begin
             output = make(item)
             begin = time.perf_counter()
-            behind.put(output)
+            writer.put(output)
             waits.writing += time.perf_counter() - begin
             begin = time.perf_counter()
         waits.reading += time.perf_counter() - begin
     finally:
-        ahead.close()
+        reader.close()
         begin = time.perf_counter()
-        behind.close()
+        writer.close()
         waits.writing += time.perf_counter() - begin
 
 
-class _Ahead(Generic[T]):
+class _ReadAhead(Generic[T]):
     """Iterator in a daemon thread, so that a source that blocks forever does not block the exit."""
 
     def __init__(self, items: Iterable[T]) -> None:
@@ -103,7 +103,7 @@ class _Ahead(Generic[T]):
             return
 
 
-class _Behind(Generic[S]):
+class _WriteBehind(Generic[S]):
     """Writer in a thread."""
 
     def __init__(self, write: Callable[[S], None]) -> None:

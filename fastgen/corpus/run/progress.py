@@ -43,13 +43,13 @@ class Meter:
             self._bar = tqdm(
                 total=length, initial=done, unit=" sentences", file=sys.stderr, mininterval=0.5
             )
-        self._begin, self._tokens, self._told = time.perf_counter(), 0, 0
+        self._begin, self._tokens, self._shown = time.perf_counter(), 0, 0
 
     def show(self, entry: Entry) -> None:
         """Report a block that is on disk."""
-        for number, reason in entry.problems[: FIRST - self._told]:
+        for number, reason in entry.problems[: FIRST - self._shown]:
             _logger.warning("record %d has no output: %s", number, reason)
-            self._told += 1
+            self._shown += 1
         if self._bar is not None:
             self._tokens += entry.tokens
             rate = self._tokens / max(time.perf_counter() - self._begin, 1e-9)

@@ -51,7 +51,7 @@ class Worker:
         self.generator = TextGenerator(self.job.options)
         self._warm_up()
         report, before = (
-            Report(loading=time.perf_counter() - begin, limit=self.generator.limit.said),
+            Report(loading=time.perf_counter() - begin, limit=self.generator.limit.origin),
             counts(),
         )
         begin, waits = time.perf_counter(), pipeline.Waits()

@@ -54,14 +54,14 @@ class _Process:
     Attributes:
         number: its index.
         process: the multiprocessing process.
-        asks: whether it waits for a block.
+        is_waiting: whether it waits for a block.
         blocks: blocks that it has received and not returned, in order.
         ended: whether it has sent its report, or the message of its failure.
     """
 
     number: int
     process: Any
-    asks: bool = False
+    is_waiting: bool = False
     blocks: deque[Block] = field(default_factory=deque[Block])
     ended: bool = False
 
@@ -125,24 +125,24 @@ class _Run:
                 self.again = sorted([*self.again, *one.blocks], key=lambda block: block.number)
             return
         if message is None:
-            one.asks = True
+            one.is_waiting = True
         elif isinstance(message, Report):
             one.ended = True
             self.reports.append(message)
         elif isinstance(message, str):
-            one.ended, one.asks = True, False
+            one.ended, one.is_waiting = True, False
             self._fail(one.blocks[0].number if one.blocks else -1, CommandError(message))
         else:
             self.made[one.blocks.popleft().number] = message
 
     def _answer(self) -> None:
         for connection, one in self.processes.items():
-            if not one.asks:
+            if not one.is_waiting:
                 continue
             block = self._next()
             if block is None and not self._is_done():
                 return  # another process may die and leave blocks
-            one.asks = False
+            one.is_waiting = False
             if block is not None:
                 one.blocks.append(block)
             with suppress(OSError):  # it has died, which `_hear` will notice

@@ -5,9 +5,9 @@
             answer: {"output": "...", "outputs": ["..."], "tokens": 7, "model": "..."}
         {"texts": ["...", ...]}
             answer: {"answers": [{"output": ...}, ...], "model": "..."}
-        with "options": {"num_beams": 4, ...} (`requests.Wanted`); with "stream": true, events
+        with "options": {"num_beams": 4, ...} (`RequestOptions`); with "stream": true, events
     POST /v1/completions
-        as OpenAI's, with the options of `Wanted` in addition
+        as OpenAI's, with the options of `RequestOptions` in addition
     GET /health
         {"status": "ok", "model": ..., "version": ..., "waiting": 0}
     GET /status
@@ -38,15 +38,15 @@ import fastgen
 from fastgen.corpus.languages import Unknown
 from fastgen.corpus.texts import Output, Problem, Sequences, Source, TextGenerator
 from fastgen.errors import CommandError
-from fastgen.ray.server.completions import Completions, Own, usage
-from fastgen.ray.server.merging import Merger, QueueFull, Tell
+from fastgen.ray.server.completions import CompletionResponse, GenerateStream, usage
+from fastgen.ray.server.merging import QueueFull, RequestBatcher, Tell
 from fastgen.ray.server.metrics import CONTENT_TYPE, Metrics, exposition
-from fastgen.ray.server.requests import Asked, Completion, Refused, Wanted
+from fastgen.ray.server.requests import CompletionRequest, GenerateRequest, Refused, RequestOptions
 from fastgen.ray.server.streaming import DONE, Pieces, Stream, event
 from fastgen.ray.settings import Settings
 
 
-class _Alike(NamedTuple):
+class _BatchKey(NamedTuple):
     """What the texts of a batch have in common.
 
     Attributes:
@@ -71,7 +71,8 @@ _METHODS = {
     "/metrics": "GET",
 }
 
-_LEFT = 499  # status that is logged and counted if the client disconnected before its answer
+_CLIENT_CLOSED_REQUEST = 499
+"""Status that is logged and counted if the client disconnected before its answer."""
 
 _log = logging.getLogger("ray.serve")
 
@@ -110,9 +111,9 @@ class Api:
         (first,) = self.generator(["."])  # finds wrong arguments before the first request does
         if isinstance(first, Problem):
             raise CommandError(f"{settings.shown_name} cannot generate: {first.reason}")
-        self.metrics = Metrics(settings.shown_name, replica, lambda: len(self.merger.waiting))
+        self.metrics = Metrics(settings.shown_name, replica, lambda: len(self.batcher.waiting))
         self.gather: Callable[[], Awaitable[list[list[Metric]]]] = self._own_metrics
-        self.merger = Merger[Source, _Alike, Sequences | Problem](
+        self.batcher = RequestBatcher[Source, _BatchKey, Sequences | Problem](
             self._generate, batch_tokens=settings.batch_tokens, most=settings.max_waiting,
             linger=settings.linger, on_batch=self.metrics.batches.observe,
         )  # fmt: skip
@@ -124,7 +125,10 @@ class Api:
             answer = await self._answer(method, path, body)
         except BaseException as error:
             self._note(
-                method, path, _LEFT if isinstance(error, asyncio.CancelledError) else 500, began
+                method,
+                path,
+                _CLIENT_CLOSED_REQUEST if isinstance(error, asyncio.CancelledError) else 500,
+                began,
             )
             raise
         if isinstance(answer.content, AsyncIterator):
@@ -158,7 +162,7 @@ class Api:
         self, events: AsyncIterator[str], method: str, path: str, began: float
     ) -> AsyncIterator[str]:
         """Yield the events of a stream; log and count it at its end."""
-        status, first = _LEFT, True
+        status, first = _CLIENT_CLOSED_REQUEST, True
         try:
             async for one in events:
                 if first:
@@ -182,7 +186,7 @@ class Api:
 
     def check(self) -> None:
         """Raise RuntimeError if requests would wait forever, or none can be answered any more."""
-        self.merger.check()
+        self.batcher.check()
         if self._failed is not None:
             raise RuntimeError(f"the device has failed: {self._failed}")
 
@@ -192,24 +196,25 @@ class Api:
             "status": "ok",
             "model": self.settings.shown_name,
             "version": fastgen.__version__,
-            "waiting": len(self.merger.waiting),
+            "waiting": len(self.batcher.waiting),
         }
 
     def _status(self) -> dict[str, Any]:
         counts = {
-            name: getattr(self.merger, name) for name in ("batches", "generated", "left", "dropped")
+            name: getattr(self.batcher, name)
+            for name in ("batches", "generated", "left", "dropped")
         }
         return {"texts": counts, "fastgen": fastgen.status().to_dict()}
 
     async def _own(self, body: bytes) -> dict[str, Any] | AsyncIterator[str]:
         """Answer a request to /generate."""
-        asked = Asked.read(body)
+        request = GenerateRequest.read(body)
         model = self.settings.shown_name
-        if asked.stream:
-            return self._stream(asked, Own(model))
-        _, sequences = await self._sequences(asked)
+        if request.stream:
+            return self._stream(request, GenerateStream(model))
+        _, sequences = await self._sequences(request)
         found = [_shown(one) for one in self._outputs(sequences)]
-        if asked.texts is not None:
+        if request.texts is not None:
             return {"answers": found, "model": model}
         if "problem" in found[0]:
             raise Refused(500, found[0]["problem"])
@@ -217,53 +222,59 @@ class Api:
 
     async def _completion(self, body: bytes) -> dict[str, Any] | AsyncIterator[str]:
         """Answer a request to /v1/completions."""
-        completion = Completion.read(body, self.settings.shown_name)
-        asked, wanted = completion.asked(), completion.stream_options
-        if wanted is not None and not asked.stream:
+        completion = CompletionRequest.read(body, self.settings.shown_name)
+        request, wanted = completion.request(), completion.stream_options
+        if wanted is not None and not request.stream:
             raise Refused(400, "stream_options is for stream=true")
-        shown = Completions(self.settings.shown_name, wanted is not None and wanted.include_usage)
-        if asked.stream:
-            return self._stream(asked, shown)
-        sources, sequences = await self._sequences(asked)
+        shown = CompletionResponse(
+            self.settings.shown_name, wanted is not None and wanted.include_usage
+        )
+        if request.stream:
+            return self._stream(request, shown)
+        sources, sequences = await self._sequences(request)
         texts, tokens = list[tuple[str, str]](), 0
         for found, output in zip(sequences, self._outputs(sequences), strict=True):
             if isinstance(found, Problem) or isinstance(output, Problem):
                 raise Refused(500, found.reason if isinstance(found, Problem) else "")
-            reasons = [self._reason(ids, asked.options) for ids in found.ids.tolist()]
+            reasons = [self._reason(ids, request.options) for ids in found.ids.tolist()]
             texts += zip(output.texts, reasons, strict=True)
             tokens += output.tokens
         return shown.whole(texts, usage(sum(map(len, sources)), tokens))
 
-    async def _sequences(self, asked: Asked) -> tuple[list[Source], list[Sequences | Problem]]:
-        sources, alike = self._sources(asked)
-        return sources, await self.merger.submit(sources, alike)
+    async def _sequences(
+        self, request: GenerateRequest
+    ) -> tuple[list[Source], list[Sequences | Problem]]:
+        sources, key = self._sources(request)
+        return sources, await self.batcher.submit(sources, key)
 
-    def _stream(self, asked: Asked, shown: Own | Completions) -> AsyncIterator[str]:
+    def _stream(
+        self, request: GenerateRequest, shown: GenerateStream | CompletionResponse
+    ) -> AsyncIterator[str]:
         """Enqueue a request and return its events.
 
         Raises:
             Refused: the request is invalid, or has more than one output.
             QueueFull: too many texts wait.
         """
-        if len(asked.sources) > 1:
-            raise Refused(400, f"{len(asked.sources)} texts: a stream has one")
-        if (several := self._in_force("num_return_sequences", asked.options) or 1) > 1:
+        if len(request.sources) > 1:
+            raise Refused(400, f"{len(request.sources)} texts: a stream has one")
+        if (several := self._in_force("num_return_sequences", request.options) or 1) > 1:
             raise Refused(400, f"num_return_sequences = {several}: a stream has one")
-        (source,), alike = self._sources(asked)
+        (source,), key = self._sources(request)
         cleans = self.generator.options.clean_up or bool(
             getattr(self.generator.tokenizer, "clean_up_tokenization_spaces", False)
         )
         stream = Stream(Pieces(self.generator.text, cleans), self.generator.ends)
-        (answer,) = self.merger.enqueue([source], alike, stream.hear)
-        return self._events(asked, source, stream, answer, shown)
+        (answer,) = self.batcher.enqueue([source], key, stream.hear)
+        return self._events(request, source, stream, answer, shown)
 
     async def _events(
         self,
-        asked: Asked,
+        request: GenerateRequest,
         source: Source,
         stream: Stream,
         answer: asyncio.Future[Sequences | Problem],
-        shown: Own | Completions,
+        shown: GenerateStream | CompletionResponse,
     ) -> AsyncIterator[str]:
         try:
             async for piece in stream.read(answer):
@@ -283,14 +294,14 @@ class Api:
                 yield event(shown.error("the text was generated anew and has become another"))
                 return
             counted = usage(len(source), output.tokens)
-            reason = self._reason(ids, asked.options)
+            reason = self._reason(ids, request.options)
             for one in shown.end(stream.pieces.end(output.texts[0]), reason, counted):
                 yield event(one)
             yield DONE
         finally:
             answer.cancel()  # if the client has disconnected
 
-    def _reason(self, ids: Sequence[int], options: Wanted) -> str:
+    def _reason(self, ids: Sequence[int], options: RequestOptions) -> str:
         """Return why a text ended, as OpenAI's finish_reason: "length" or "stop"."""
         end = next((place for place, token in enumerate(ids) if token in self.generator.ends), None)
         # A forced end token ends a text that reaches its length limit.
@@ -303,23 +314,23 @@ class Api:
         self.metrics.tokens.inc(sum(one.tokens for one in outputs if isinstance(one, Output)))
         return outputs
 
-    def _sources(self, asked: Asked) -> tuple[list[Source], _Alike]:
+    def _sources(self, request: GenerateRequest) -> tuple[list[Source], _BatchKey]:
         """Return the sources of a request, and what they must share with the others in their batch.
 
         Raises:
             Refused: the request exceeds a limit.
         """
-        self._check(asked)
-        generation = asked.options.model_dump(exclude_none=True, exclude=_NAMES)
-        first = self._first_token(asked.options)
-        sources = [replace(source, first=first) for source in self._encoded(asked.sources)]
-        return sources, _Alike(tuple(generation.items()), first is not None)
+        self._check(request)
+        generation = request.options.model_dump(exclude_none=True, exclude=_NAMES)
+        first = self._first_token(request.options)
+        sources = [replace(source, first=first) for source in self._encoded(request.sources)]
+        return sources, _BatchKey(tuple(generation.items()), first is not None)
 
-    def _check(self, asked: Asked) -> None:
+    def _check(self, request: GenerateRequest) -> None:
         """Raise Refused if a request exceeds a limit other than that of source tokens."""
-        settings, options = self.settings, asked.options
-        if len(asked.sources) > settings.max_texts:
-            raise Refused(413, f"{len(asked.sources)} texts, {settings.max_texts} at most")
+        settings, options = self.settings, request.options
+        if len(request.sources) > settings.max_texts:
+            raise Refused(413, f"{len(request.sources)} texts, {settings.max_texts} at most")
         for name, most in (
             ("max_new_tokens", settings.max_new_tokens),
             ("num_beams", settings.max_beams),
@@ -337,13 +348,13 @@ class Api:
                 400, f"num_return_sequences = {sequences}, {beams} at most, as many as num_beams"
             )
 
-    def _in_force(self, name: str, options: Wanted) -> Any:
+    def _in_force(self, name: str, options: RequestOptions) -> Any:
         """Return an argument of `generate`: the request's, the settings' or the model's own."""
         stored = getattr(self.generator.model.generation_config, name, None)
         arguments = self.generator.generation | options.model_dump(exclude_none=True)
         return arguments.get(name, stored)
 
-    def _first_token(self, options: Wanted) -> int | None:
+    def _first_token(self, options: RequestOptions) -> int | None:
         """Return the first token of the outputs; None if neither request nor settings set one."""
         names = self.generator.names
         try:
@@ -368,11 +379,15 @@ class Api:
         return [source for source in sources if not isinstance(source, Problem)]
 
     def _generate(
-        self, sources: list[Source], alike: _Alike, wanted: Callable[[int], bool], tell: Tell | None
+        self,
+        sources: list[Source],
+        key: _BatchKey,
+        wanted: Callable[[int], bool],
+        tell: Tell | None,
     ) -> list[Sequences | Problem]:
-        """Generate sequences for a batch in the merger's thread; the other thread tokenizes."""
+        """Generate sequences for a batch in the batcher's thread; the other thread tokenizes."""
         generator = copy.copy(self.generator)
-        generator.generation = generator.generation | dict(alike.generation)
+        generator.generation = generator.generation | dict(key.generation)
         try:
             return generator.generate(sources, wanted, tell)
         except CommandError as error:

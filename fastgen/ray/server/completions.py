@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 
-class Completions:
+class CompletionResponse:
     """Answer, or events, for one completion request.
 
     Args:
@@ -45,7 +45,7 @@ class Completions:
         return self._common | {"choices": choices} | ({"usage": usage} if self._counts else {})
 
 
-class Own:
+class GenerateStream:
     """Events of a stream of /generate."""
 
     def __init__(self, model: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 
 Source = TypeVar("Source", bound=Sized)
 Options = TypeVar("Options", bound=Hashable)
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-Listener = Callable[[list[int]], Found | None]
+Listener = Callable[[list[int]], Result | None]
 """Receives tokens of one text as they are generated. Returning an answer completes the text."""
 Tell = Callable[[int, list[int]], object]
 """Called with the index of a text in its batch, and new tokens of it."""
@@ -23,11 +23,11 @@ class QueueFull(Exception):
 
 
 @dataclass(eq=False)
-class _Waiting(Generic[Source, Options, Found]):
+class _Waiting(Generic[Source, Options, Result]):
     source: Source
     options: Options
-    answer: asyncio.Future[Found]
-    listener: Listener[Found] | None = None
+    answer: asyncio.Future[Result]
+    listener: Listener[Result] | None = None
 
     def hear(self, tokens: list[int]) -> None:
         if (
@@ -38,7 +38,7 @@ class _Waiting(Generic[Source, Options, Found]):
             self.answer.set_result(found)
 
 
-class Merger(Generic[Source, Options, Found]):
+class RequestBatcher(Generic[Source, Options, Result]):
     """Merges concurrent requests into batches, which a thread generates one after the other.
 
     While a batch runs, requests queue. The next batch consists of the oldest text and those with
@@ -66,7 +66,7 @@ class Merger(Generic[Source, Options, Found]):
     def __init__(
         self,
         generate: Callable[
-            [list[Source], Options, Callable[[int], bool], Tell | None], Sequence[Found]
+            [list[Source], Options, Callable[[int], bool], Tell | None], Sequence[Result]
         ],
         *,
         batch_tokens: int,
@@ -80,13 +80,13 @@ class Merger(Generic[Source, Options, Found]):
             most,
             linger,
         )
-        self.waiting: list[_Waiting[Source, Options, Found]] = []
+        self.waiting: list[_Waiting[Source, Options, Result]] = []
         self.batches = self.generated = self.left = self.dropped = 0
         self.on_batch = on_batch
         self._thread = ThreadPoolExecutor(1, "fastgen-generate")
         self._task: asyncio.Task[None] | None = None
 
-    async def submit(self, sources: Sequence[Source], options: Options) -> list[Found]:
+    async def submit(self, sources: Sequence[Source], options: Options) -> list[Result]:
         """Return the answers of some texts, in order.
 
         Raises:
@@ -96,8 +96,8 @@ class Merger(Generic[Source, Options, Found]):
         return await asyncio.gather(*self.enqueue(sources, options))
 
     def enqueue(
-        self, sources: Sequence[Source], options: Options, listener: Listener[Found] | None = None
-    ) -> list[asyncio.Future[Found]]:
+        self, sources: Sequence[Source], options: Options, listener: Listener[Result] | None = None
+    ) -> list[asyncio.Future[Result]]:
         """Enqueue some texts and return the futures of their answers.
 
         Cancelling a future cancels its text.
@@ -116,7 +116,7 @@ class Merger(Generic[Source, Options, Found]):
             raise QueueFull(f"{len(self.waiting)} texts wait, {self.most} at most")
         loop = asyncio.get_running_loop()
         queued = [
-            _Waiting[Source, Options, Found](one, options, loop.create_future(), listener)
+            _Waiting[Source, Options, Result](one, options, loop.create_future(), listener)
             for one in sources
         ]
         self.waiting += queued
@@ -136,7 +136,7 @@ class Merger(Generic[Source, Options, Found]):
             await self._answer(batch)
         self._task = None
 
-    async def _answer(self, batch: list[_Waiting[Source, Options, Found]]) -> None:
+    async def _answer(self, batch: list[_Waiting[Source, Options, Result]]) -> None:
         self.batches += 1
         self.generated += len(batch)
         self.on_batch(len(batch))
@@ -164,18 +164,18 @@ class Merger(Generic[Source, Options, Found]):
             if not one.answer.done():
                 one.answer.set_result(answer)
 
-    def _take(self) -> list[_Waiting[Source, Options, Found]]:
+    def _take(self) -> list[_Waiting[Source, Options, Result]]:
         """Remove and return the next batch; empty if nothing waits."""
         self._drop()
         if not self.waiting:
             return []
         oldest = self.waiting[0]
         length = len(oldest.source)
-        alike = [one for one in self.waiting if one.options == oldest.options]
+        matching = [one for one in self.waiting if one.options == oldest.options]
         # The sort is stable: of equals, the oldest comes first.
-        alike.sort(key=lambda one: abs(len(one.source) - length))
-        batch, width = list[_Waiting[Source, Options, Found]](), 0
-        for one in alike:
+        matching.sort(key=lambda one: abs(len(one.source) - length))
+        batch, width = list[_Waiting[Source, Options, Result]](), 0
+        for one in matching:
             width = max(width, len(one.source))
             if batch and width * (len(batch) + 1) > self.batch_tokens:
                 break

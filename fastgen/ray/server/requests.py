@@ -20,7 +20,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Wanted(BaseModel):
+class RequestOptions(BaseModel):
     """Options of a request, named as in `generate`.
 
     Sampling is not among them: random draws depend on the other texts in a batch, but each text
@@ -41,27 +41,27 @@ class Wanted(BaseModel):
     forced_bos_token: str | None = None
 
 
-class Asked(BaseModel):
+class GenerateRequest(BaseModel):
     """Body of a request to /generate."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     text: str | None = None
     texts: list[str] | None = Field(default=None, min_length=1)
-    options: Wanted = Wanted()
+    options: RequestOptions = RequestOptions()
     stream: bool = False
 
     @classmethod
-    def read(cls, body: bytes) -> Asked:
+    def read(cls, body: bytes) -> GenerateRequest:
         """Parse a request.
 
         Raises:
             Refused: the body is invalid, or has neither or both of text and texts.
         """
-        asked = _validated(cls, body)
-        if (asked.text is None) == (asked.texts is None):
+        request = _validated(cls, body)
+        if (request.text is None) == (request.texts is None):
             raise Refused(400, "say either text or texts")
-        return asked
+        return request
 
     @property
     def sources(self) -> list[str]:
@@ -77,8 +77,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Completion(Wanted):
-    """Body of a request to /v1/completions: OpenAI's fields, and the options of `Wanted`."""
+class CompletionRequest(RequestOptions):
+    """Body of a request to /v1/completions: OpenAI's fields and `RequestOptions`."""
 
     prompt: str | list[str] = Field(min_length=1)
     model: str | None = None
@@ -89,7 +89,7 @@ class Completion(Wanted):
     stream_options: StreamOptions | None = None
 
     @classmethod
-    def read(cls, body: bytes, served: str) -> Completion:
+    def read(cls, body: bytes, served: str) -> CompletionRequest:
         """Parse a request.
 
         Args:
@@ -110,13 +110,13 @@ class Completion(Wanted):
             )
         return completion
 
-    def asked(self) -> Asked:
+    def request(self) -> GenerateRequest:
         """Return the equivalent request to /generate."""
-        own = self.model_dump(include=set(Wanted.model_fields))
+        own = self.model_dump(include=set(RequestOptions.model_fields))
         own["max_new_tokens"] = self.max_tokens or self.max_new_tokens
         own["num_return_sequences"] = self.n or self.num_return_sequences
         texts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        return Asked(texts=texts, options=Wanted(**own), stream=self.stream)
+        return GenerateRequest(texts=texts, options=RequestOptions(**own), stream=self.stream)
 
 
 _Body = TypeVar("_Body", bound=BaseModel)

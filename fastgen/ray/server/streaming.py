@@ -16,7 +16,7 @@ DONE = "data: [DONE]\n\n"
 """The last event of a stream that did not fail."""
 
 _CONTEXT = 8  # earlier tokens that are decoded together with the newest ones
-_OPEN = re.compile(r"[\s\N{REPLACEMENT CHARACTER}]+$")
+_UNFINISHED = re.compile(r"[\s\N{REPLACEMENT CHARACTER}]+$")
 _LONGEST = len(" n ' t")  # the longest text from which a tokenizer's clean-up removes spaces
 
 
@@ -48,7 +48,7 @@ class Pieces:
         whole = self._before + self._decode(self._recent)
         if len(self._recent) > 2 * _CONTEXT:
             self._forget(whole)
-        found = _OPEN.sub("", whole.lstrip())
+        found = _UNFINISHED.sub("", whole.lstrip())
         if self._cleans and (space := found.find(" ", max(0, len(found) - _LONGEST))) >= 0:
             found = found[:space]
         return self.end(found)
