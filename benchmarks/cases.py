@@ -336,7 +336,7 @@ CASES = {
         Case(
             "bart_large",
             "generate",
-            "BART-large shape, summarization: n-gram blocking, a long source",
+            "BART-large, 4 texts of 512 tokens, no repeated 3-gram",
             SHAPES["bart_large"],
             batch=4,
             source=512,
@@ -349,7 +349,7 @@ CASES = {
         Case(
             "gpt2",
             "generate",
-            "GPT-2 124M shape: a prompt of 512",
+            "GPT-2 124M, 4 prompts of 512 tokens",
             SHAPES["gpt2"],
             batch=4,
             source=512,
@@ -360,7 +360,7 @@ CASES = {
         Case(
             "t5_base",
             "generate",
-            "T5-base shape: a source of 256",
+            "T5-base, 8 texts of 256 tokens",
             SHAPES["t5_base"],
             batch=8,
             source=256,
@@ -371,7 +371,7 @@ CASES = {
         Case(
             "marian_base",
             "generate",
-            "Marian-base shape, translation: many short sentences",
+            "Marian-base, 32 sentences of 32 tokens",
             SHAPES["marian_base"],
             batch=32,
             source=32,
@@ -385,8 +385,7 @@ CASES = {
         Case(
             "trained",
             "text",
-            "the trained model of examples/en-es on its whole test text, sorted by length; "
-            "time per step",
+            "the trained model of examples/en-es, on real sentences",
             batch=32,
             beams=4,
             new_tokens=160,
@@ -397,8 +396,7 @@ CASES = {
         Case(
             "never_worse",
             "grid",
-            "batch x beams x source, a small and a large model: "
-            "no cell may be slower than the toolkit",
+            "batch x beams x source, a small and a large model: no cell may be slower",
             new_tokens=16,
             target=0.98,
             models=("small", "bart_large"),
@@ -408,8 +406,7 @@ CASES = {
         Case(
             "few_tokens",
             "grid",
-            "few new tokens, where most of a call is its beginning: "
-            "no cell may be slower than the toolkit",
+            "few new tokens, where set-up dominates: no cell may be slower",
             target=0.98,
             models=("small",),
             grid={"batch": (1, 8), "beams": (1, 4), "source": (16,), "new_tokens": (1, 2, 3, 5, 8)},
@@ -418,7 +415,7 @@ CASES = {
         Case(
             "step_time",
             "step_time",
-            "time of a decode step against text, sentences, beams and source, beside its floor",
+            "time of a decode step by text, sentences, beams and source, and its lower bound",
             SHAPES["marian_base"],
             batch=8,
             source=128,
@@ -435,7 +432,7 @@ CASES = {
         Case(
             "fairseq_iwslt",
             "fairseq",
-            "fairseq, transformer of 6 + 6 layers of 512: many sentences, 60 tokens each",
+            "fairseq, 6 + 6 layers of 512, 32 sentences of 40 tokens",
             FAIRSEQ_SHAPES["iwslt"],
             batch=32,
             source=40,
@@ -447,7 +444,7 @@ CASES = {
         Case(
             "fairseq_big",
             "fairseq",
-            "fairseq, the big transformer of WMT",
+            "fairseq's big transformer, 16 sentences of 40 tokens",
             FAIRSEQ_SHAPES["big"],
             batch=16,
             source=40,
@@ -459,7 +456,7 @@ CASES = {
         Case(
             "fairseq_bart",
             "fairseq",
-            "fairseq, BART-large: n-gram blocking, a long source",
+            "fairseq, BART-large, 4 texts of 512 tokens, no repeated 3-gram",
             FAIRSEQ_SHAPES["bart"],
             batch=4,
             source=512,
@@ -472,7 +469,7 @@ CASES = {
         Case(
             "fairseq_one",
             "fairseq",
-            "fairseq, one sentence: never slower",
+            "fairseq, 6 + 6 layers of 512, one sentence of 40 tokens",
             FAIRSEQ_SHAPES["iwslt"],
             batch=1,
             source=40,
@@ -483,8 +480,7 @@ CASES = {
         Case(
             "fairseq_command",
             "command",
-            "fairseq-generate of real sentences with a tiny model, "
-            "from the start of the process to its end",
+            "fairseq-generate, a tiny model, 2,000 real sentences, whole process",
             batch=64,
             beams=4,
             new_tokens=100,
@@ -497,7 +493,7 @@ CASES = {
         Case(
             "gpu_bart_large",
             "generate",
-            "BART-large shape on a GPU, summarization: a source of 1,024, 140 new tokens",
+            "BART-large on a GPU, 32 texts of 1,024 tokens, 140 new tokens",
             SHAPES["bart_large"],
             batch=32,
             source=1024,
@@ -510,7 +506,7 @@ CASES = {
         Case(
             "gpu_bart_one",
             "generate",
-            "the same, one sentence",
+            "BART-large on a GPU, one text of 1,024 tokens, 140 new tokens",
             SHAPES["bart_large"],
             batch=1,
             source=1024,
@@ -522,7 +518,7 @@ CASES = {
         Case(
             "gpu_t5_base",
             "generate",
-            "T5-base shape on a GPU: a source of 512",
+            "T5-base on a GPU, 32 texts of 512 tokens",
             SHAPES["t5_base"],
             batch=32,
             source=512,
@@ -534,7 +530,7 @@ CASES = {
         Case(
             "gpu_gpt2",
             "generate",
-            "GPT-2 124M shape on a GPU: a prompt of 512",
+            "GPT-2 124M on a GPU, 32 prompts of 512 tokens",
             SHAPES["gpt2"],
             batch=32,
             source=512,
@@ -546,8 +542,7 @@ CASES = {
         Case(
             "gpu_best_batch",
             "best_batch",
-            "BART-large shape on a GPU, sentences per second of each "
-            "at the batch that suits it best",
+            "BART-large on a GPU, sentences per second, each side at its best batch size",
             SHAPES["bart_large"],
             source=1024,
             beams=4,
@@ -560,7 +555,7 @@ CASES = {
         Case(
             "gpu_step_time",
             "step_time",
-            "BART-large shape on a GPU: time of a decode step beside its floor",
+            "BART-large on a GPU, time of a decode step and its lower bound",
             SHAPES["bart_large"],
             source=1024,
             beams=4,
@@ -579,22 +574,22 @@ CASES = {
         Case(
             "refill",
             "setting",
-            "a stream of sentences that end far apart: batches that refill, "
-            "beside batches one after the other",
+            "a stream of sentences of unequal output length: refilled batches against "
+            "one batch after the other",
             **_STREAM,
             setting=("FASTGEN_REFILL", "off", "on"),
         ),
         Case(
             "graphs",
             "setting",
-            "the same stream, on a GPU: graphs that outlive a call, beside graphs of each call",
+            "the same stream, on a GPU: CUDA graphs kept between calls against graphs per call",
             **_STREAM,
             setting=("FASTGEN_GRAPHS", "call", "auto"),
         ),
         Case(
             "greedy",
             "generate",
-            "GPT-2 124M shape, greedy: a prompt of 128",
+            "GPT-2 124M, greedy, 8 prompts of 128 tokens",
             SHAPES["gpt2"],
             batch=8,
             source=128,
@@ -606,7 +601,7 @@ CASES = {
         Case(
             "greedy_one",
             "generate",
-            "the same, one sentence",
+            "GPT-2 124M, greedy, one prompt of 128 tokens",
             SHAPES["gpt2"],
             batch=1,
             source=128,
@@ -618,7 +613,7 @@ CASES = {
         Case(
             "kv_memory",
             "memory",
-            "bytes of the key-value cache, against B*S + B*M*T entries per layer",
+            "bytes of the KV cache, and the B*S + B*M*T entries per layer that it needs",
             models=("bart_large", "gpt2", "t5_base", "marian_base"),
         ),
     )

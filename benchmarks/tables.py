@@ -4,11 +4,13 @@
 """
 
 import json
+import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from benchmarks.harness import RESULTS
+from benchmarks.cases import CASES
+from benchmarks.harness import RESULTS, ROOT
 from fastgen.cli.bench.measure import agrees
 
 MEGA = 2**20
@@ -21,6 +23,9 @@ MACHINES = {
     "cpu-intel": "Intel",
 }
 """Names of the result folders' machines in the tables; other folders keep their own name."""
+PEERS = {"ctranslate2": "CTranslate2", "compiled": "static cache, compiled"}
+"""Names of the other systems in the tables."""
+PLOTS = ROOT / "docs" / "plots"
 WHOLE_CALLS = ("generate", "best_batch", "text", "fairseq", "command")
 NOT_YET, NONE = "There are no results yet.", "–"
 
@@ -55,35 +60,68 @@ def machines() -> str:
 
 def headline() -> str:
     """Return the table of speed-ups of five whole calls, by processor."""
-    cases = {
-        "bart_large": "BART-large, 4 texts of 512 tokens, no repeated 3-gram",
-        "gpt2": "GPT-2 124M, 4 prompts of 512 tokens",
-        "marian_base": "Marian-base, 32 sentences of 32 tokens",
-        "t5_base": "T5-base, 8 texts of 256 tokens",
-        "fairseq_big": "fairseq's big transformer, 16 sentences of 40 tokens",
-    }
-    found = {name: data["result"] for name, data in _results(*WHOLE_CALLS)}
-    # Cases that were only measured together with a third system.
+    found = _comparisons("bart_large", "gpt2", "marian_base", "t5_base", "fairseq_big")
+    return _summary(found, "random weights at the real shapes", digits=1)
+
+
+def speed_summary() -> str:
+    """Return the table of speed-ups over transformers, a row per case."""
+    return _summary(_comparisons(*_cases("generate", "best_batch", "text")), "case")
+
+
+def fairseq_summary() -> str:
+    """Return the table of speed-ups over fairseq, a row per case."""
+    return _summary(_comparisons(*_cases("fairseq", "command")), "case")
+
+
+def _cases(*kinds: str) -> list[str]:
+    """Return the names of the cases of some kinds that have results."""
+    return list(dict.fromkeys(name.partition("/")[2][:-5] for name, _ in _results(*kinds)))
+
+
+def _comparisons(*cases: str) -> dict[str, dict[str, Any]]:
+    """Return the comparisons of some cases with the toolkit, by case and results folder."""
+    found: dict[str, dict[str, Any]] = {case: {} for case in cases}
+    for name, data in _results(*WHOLE_CALLS):
+        folder, case = name[:-5].split("/")
+        if case in found:
+            found[case][folder] = data["result"]
+    # Cases that were only measured together with a third system. With the trained models, the
+    # toolkit takes longer beside one, so those count only without it.
     for name, data in _results("peer"):
-        peer = data["arguments"]["peer"]
-        ratio = data["result"]["over"]["stock"] | {"equal": agrees(data["result"])}
-        found.setdefault(name.replace(f"_{peer}.json", ".json"), ratio)
-    places = _places(found)
+        folder, case = name.removesuffix(f"_{data['arguments']['peer']}.json").split("/")
+        if case in found and not case.startswith("trained"):
+            ratio = data["result"]["over"]["stock"] | {"equal": agrees(data["result"])}
+            found[case].setdefault(folder, ratio)
+    return found
+
+
+def _summary(found: dict[str, dict[str, Any]], title: str, digits: int = 2) -> str:
+    """Return a table of ratios with a row per case and a column per machine."""
+    places = _places(f"{folder}/" for folders in found.values() for folder in folders)
     rows = (
-        (text, *(_times(found.get(f"{place}/{case}.json")) for place in places))
-        for case, text in cases.items()
+        (_title(case), *(_times(folders.get(place), digits) for place in places))
+        for case, folders in found.items()
     )
-    return table(("random weights at the real shapes", *map(_where, places)), rows)
+    return table((title, *map(_where, places)), rows)
+
+
+def _title(case: str) -> str:
+    """Return what a case is, in words."""
+    if case in CASES:
+        return CASES[case].help
+    name = case.removeprefix("trained_")
+    return f"the trained model {name}, on real sentences"
 
 
 def speed() -> str:
     """Return the table of whole calls of transformers, from all results files."""
-    return _speed("generate", "best_batch", "text")
+    return _speed("generate", "best_batch", "text") + _plots("speed", "Speed-up over transformers")
 
 
 def fairseq_speed() -> str:
     """Return the table of whole calls of fairseq, from all results files."""
-    return _speed("fairseq", "command")
+    return _speed("fairseq", "command") + _plots("fairseq-speed", "Speed-up over fairseq")
 
 
 def _speed(*kinds: str) -> str:
@@ -93,15 +131,12 @@ def _speed(*kinds: str) -> str:
     """
     found = dict(_results(*kinds))
     places = _places(found)
-    cases: dict[str, str] = {}
-    for name, data in found.items():
-        cases.setdefault(name.partition("/")[2], data["help"])
     rows = [
         (
-            f"{text} (`{case.removesuffix('.json')}`)",
-            *(_cell(found.get(f"{place}/{case}")) for place in places),
+            f"{_title(case)} (`{case}`)",
+            *(_cell(found.get(f"{place}/{case}.json")) for place in places),
         )
-        for case, text in cases.items()
+        for case in _cases(*kinds)
     ]
     return table(("case", *map(_where, places)), rows)
 
@@ -126,17 +161,16 @@ def peers() -> str:
     head = (
         "case",
         "machine",
-        "peer",
-        "seconds",
+        "compared with",
+        "transformers, it, fastgen: seconds",
         "over transformers",
-        "over the peer",
-        "same texts",
+        "over it",
+        "equal texts",
     )
-    names = {"ctranslate2": "CTranslate2", "compiled": "compiled"}
     rows: list[tuple[str, ...]] = []
     for file, data in _results("peer"):
         result, peer = data["result"], data["arguments"]["peer"]
-        first = (f"`{data['case'].removeprefix('trained_')}`", _where(file), names[peer])
+        first = (f"`{data['case'].removeprefix('trained_')}`", _where(file), PEERS[peer])
         if not agrees(result):
             rows.append((*first, *[""] * 3, DIFFER))
             continue
@@ -146,12 +180,27 @@ def peers() -> str:
         texts = (
             f"{same} of {result['sentences']}"
             if same is not None
-            else "all tokens"
+            else "all"
             if result["equal"]
             else ROUNDED
         )
         rows.append((*first, seconds, *over, texts))
-    return table(head, rows)
+    return table(head, rows) + _plots("peer", "Seconds of the three systems")
+
+
+def peers_summary() -> str:
+    """Return the table of speed-ups over other systems, a row per case."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, data in _results("peer"):
+        peer = data["arguments"]["peer"]
+        ratio = data["result"]["over"][peer] | {"equal": agrees(data["result"])}
+        found.setdefault((data["case"], PEERS[peer]), {})[name.partition("/")[0]] = ratio
+    places = _places(f"{folder}/" for folders in found.values() for folder in folders)
+    rows = (
+        (_title(case), peer, *(_times(folders.get(place), 2) for place in places))
+        for (case, peer), folders in found.items()
+    )
+    return table(("case", "compared with", *map(_where, places)), rows)
 
 
 def never_worse() -> str:
@@ -173,23 +222,53 @@ def never_worse() -> str:
     return table(("machine", "calls with equal output", "lowest ratio", "highest ratio"), rows)
 
 
+def grid_plots() -> str:
+    """Return the plots of the grid's ratios of all machines."""
+    return _plots("never-worse", "Ratio of every call of the grid").strip()
+
+
 def few_tokens() -> str:
     """Return the table of ratios for few new tokens, from all results files."""
-    # Ratios by (machine, sentences x beams) and by the number of new tokens.
-    ratios_of: dict[tuple[str, str], dict[int, str]] = {}
+    return _few_tokens(
+        lambda name, cell: (_where(name), f"{cell['batch']} x {cell['beams']}"),
+        lambda cells: _ratio(cells[0]),
+        "machine",
+        "sentences x beams",
+    )
+
+
+def few_tokens_summary() -> str:
+    """Return the table of the range of ratios for few new tokens, a row per machine."""
+    return _few_tokens(
+        lambda name, _: (_where(name),),
+        lambda cells: _range([cell["ratio"] for cell in cells if agrees(cell)]),
+        "machine",
+    )
+
+
+def _few_tokens(
+    row_of: Callable[[str, dict[str, Any]], tuple[str, ...]],
+    shown: Callable[[list[dict[str, Any]]], str],
+    *titles: str,
+) -> str:
+    """Return a table with a column per number of new tokens.
+
+    Args:
+        row_of: maps a results file and a cell of the grid to the first columns of its row.
+        shown: maps the cells of a row and column to the text of the table's cell.
+        titles: titles of the first columns.
+    """
+    found: dict[tuple[str, ...], dict[int, list[dict[str, Any]]]] = {}
     for name, data in _results("grid"):
         for cell in data["result"]["cells"].values() if data["case"] == "few_tokens" else ():
-            row = ratios_of.setdefault((_where(name), f"{cell['batch']} x {cell['beams']}"), {})
-            row[cell["new_tokens"]] = _ratio(cell)
-    counts = sorted({count for row in ratios_of.values() for count in row})
+            row = found.setdefault(row_of(name, cell), {})
+            row.setdefault(cell["new_tokens"], []).append(cell)
+    counts = sorted({count for row in found.values() for count in row})
     rows = [
-        (*row, *(ratios.get(count, NONE) for count in counts)) for row, ratios in ratios_of.items()
+        (*row, *(shown(cells[count]) if count in cells else NONE for count in counts))
+        for row, cells in found.items()
     ]
-    return (
-        table(("machine", "sentences x beams", *(f"{n} new" for n in counts)), rows)
-        if rows
-        else NOT_YET
-    )
+    return table((*titles, *(f"{n} new" for n in counts)), rows) if rows else NOT_YET
 
 
 def memory() -> str:
@@ -207,6 +286,23 @@ def memory() -> str:
     return table(("shape", "machine", "transformers", "fastgen"), rows)
 
 
+def families_summary() -> str:
+    """Return the table of the lowest, median and highest ratio of all families, a row per call."""
+    rows: list[tuple[str, ...]] = []
+    for file, data in _results("families"):
+        models = data["result"].values()
+        for call in next(iter(models), ()):
+            ratios = [model[call]["ratio"] for model in models if agrees(model[call])]
+            values = (min(ratios), statistics.median(ratios), max(ratios))
+            rows.append((_where(file), call, *(f"{value:.2f}" for value in values)))
+    return table(("machine", "call", "lowest", "median", "highest"), rows)
+
+
+def encoders_summary() -> str:
+    """Return the table of ratios of encoders without their intervals."""
+    return _ratios("forwards", "encoder", lambda cell: _times(cell, 2) if _runs(cell) else "–")
+
+
 def families_speed() -> str:
     """Return the tables of ratios of every family's calls, from all results files."""
     return _ratios("families", "family")
@@ -220,15 +316,16 @@ def encoders_speed() -> str:
     return _ratios("forwards", "encoder")
 
 
-def _ratios(kind: str, title: str) -> str:
+def _ratios(kind: str, title: str, shown: Callable[[dict[str, Any]], str] | None = None) -> str:
     """Return a table of ratios per machine for one kind of results.
 
     Each has a row per model and a column per call.
     """
+    shown = shown or _ratio
     parts: list[str] = []
     for file, data in _results(kind):
         models = data["result"]
-        rows = ((f"`{name}`", *map(_ratio, calls.values())) for name, calls in models.items())
+        rows = ((f"`{name}`", *map(shown, calls.values())) for name, calls in models.items())
         parts += [f"On {_where(file)}:", table((title, *next(iter(models.values()))), rows)]
     return "\n\n".join(parts) or NOT_YET
 
@@ -236,11 +333,36 @@ def _ratios(kind: str, title: str) -> str:
 def _ratio(found: dict[str, Any]) -> str:
     if not agrees(found):
         return DIFFER
-    return f"{found['ratio']:.2f} {_interval(found)}{'' if found.get('hits', True) else ' aside'}"
+    return f"{found['ratio']:.2f} {_interval(found)}{'' if _runs(found) else ' (declined)'}"
 
 
-def _times(result: dict[str, Any] | None) -> str:
-    return NONE if result is None else f"{result['ratio']:.1f}" if agrees(result) else DIFFER
+def _runs(cell: dict[str, Any]) -> bool:
+    """Return whether fastgen accelerated a call."""
+    return bool(cell.get("hits", True))
+
+
+def _times(result: dict[str, Any] | None, digits: int) -> str:
+    if result is None:
+        return NONE
+    return f"{result['ratio']:.{digits}f}" if agrees(result) else DIFFER
+
+
+def _range(ratios: list[float]) -> str:
+    """Return the lowest and highest of some ratios."""
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _plots(name: str, title: str) -> str:
+    """Return the plots of one kind of all machines, each in a paragraph after an empty line."""
+    plots = {
+        file.name.removesuffix(f"-{name}.svg"): file.name for file in PLOTS.glob(f"*-{name}.svg")
+    }
+    # A name may end like another one: cpu-fairseq-speed.svg is no plot of the kind speed.
+    places = [place for place in plots if (RESULTS / place).is_dir()]
+    return "".join(
+        f"\n\n![{title}, {_where(place)}](plots/{plots[place]})"
+        for place in _places(f"{place}/" for place in places)
+    )
 
 
 def _interval(found: dict[str, Any]) -> str:
@@ -300,14 +422,21 @@ def _device(data: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "encoders-speed": encoders_speed,
+    "encoders-summary": encoders_summary,
     "fairseq-speed": fairseq_speed,
+    "fairseq-summary": fairseq_summary,
     "families-speed": families_speed,
+    "families-summary": families_summary,
     "few-tokens": few_tokens,
+    "few-tokens-summary": few_tokens_summary,
+    "grid-plots": grid_plots,
     "headline": headline,
     "machines": machines,
     "memory": memory,
     "never-worse": never_worse,
     "paper": paper,
     "peers": peers,
+    "peers-summary": peers_summary,
     "speed": speed,
+    "speed-summary": speed_summary,
 }
