@@ -25,18 +25,11 @@ PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", 
 
 def families() -> str:
     """Return the table of transformers' model families."""
-    rows = (
-        (
-            f"`{name}`",
-            "encoder-decoder" if family.encoder_decoder else "decoder-only",
-            "yes" if name in LAYOUTS else "no",
-            "yes" if family.activated else "no",
-        )
-        for name, family in sorted(FAMILIES.items())
-    )
-    return table(
-        ("`model_type`", "kind", "decode steps from the weights", "activation in place (CPU)"), rows
-    )
+    kinds: dict[str, list[str]] = {"encoder-decoder": [], "decoder-only": []}
+    for name, family in sorted(FAMILIES.items()):
+        kind = "encoder-decoder" if family.encoder_decoder else "decoder-only"
+        kinds[kind].append(f"`{name}`{'' if name in LAYOUTS else ' (steps through its modules)'}")
+    return table(("kind", "`model_type`"), ((kind, ", ".join(n)) for kind, n in kinds.items()))
 
 
 def patches() -> str:
@@ -44,7 +37,7 @@ def patches() -> str:
     records = (*transformers.PATCHES, *fairseq.PATCHES)
     # A narrow column breaks between the module and the name in it.
     rows = ((f"`{p.name}`", f"{p.help}<br>`{p.target.replace(':', '` `')}`") for p in records)
-    return table(("patch", "what it does, and in the place of what"), rows)
+    return table(("patch", "what it does, and what it replaces"), rows)
 
 
 def variables() -> str:

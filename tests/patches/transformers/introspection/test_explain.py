@@ -501,8 +501,8 @@ def test_wrapped_models() -> None:
 
 
 def test_the_documentation_lists_every_reason() -> None:
-    pages = ((ROOT / "docs" / name).read_text("utf-8") for name in ("supported.md", "switches.md"))
-    supported, switches = (" ".join(page.split()) for page in pages)  # joins wrapped lines
+    pages = ((ROOT / "docs" / name).read_text("utf-8") for name in ("reasons.md", "switches.md"))
+    listed, switches = (" ".join(page.split()) for page in pages)  # joins wrapped lines
     folder = ROOT / "fastgen" / "patches" / "transformers"
     decide, parity = (
         (folder / name).read_text("utf-8")
@@ -519,7 +519,7 @@ def test_the_documentation_lists_every_reason() -> None:
             "patches/fairseq/generator/shared_stepper.py",
         )
     )
-    for code, text in ((decide, supported), (parity, switches), (fused, supported)):
+    for code, text in ((decide, listed), (parity, switches), (fused, listed)):
         reasons = re.findall(r'(?:Unsupported\(|NotFused\(|return) *\n? *f?"(.+)"', code)
         assert len(reasons) >= 4
         for reason in reasons:
