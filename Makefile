@@ -123,7 +123,7 @@ clean:  ## remove what make and the tools made: .venv, caches, build output
 # PyTorch first, alone and without what it needs, which the next line installs from the usual index: so pip never
 # picks a build by itself. The CPU build lies in PyTorch's own index, where pip is not told of a nearer place.
 # antlr4-python3-runtime, of hydra, and rouge-score come as source alone and build in an environment of their own; so does fairseq.
-$(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py $(wildcard fastgen/ops/native/*.[ch] fastgen/ops/native/build.py)
+$(VENV)/.ready: pyproject.toml constraints.txt hatch_build.py $(wildcard fastgen/ops/native/*.[ch] fastgen/ops/native/isa/*.h fastgen/ops/native/build.py)
 	@[ -n "$(PYTHON)" ] || { echo "fastgen needs Python 3.11 or newer: none found; name one with PYTHON=/path/to/python" >&2; exit 1; }
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
 	$(PY) -c 'import torch, sys; sys.exit(not "$(TORCH_PIN)".endswith("==" + torch.__version__.split("+")[0]))' 2>/dev/null \

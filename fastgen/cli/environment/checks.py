@@ -158,7 +158,7 @@ def devices() -> Iterator[Finding]:
         yield Finding("ok", f"{text}, with packed weights, where that is faster")
     text = f"attention and the choice of tokens on the CPU, fp32, in C: {native.state()}"
     if native.found().library is None:
-        compilable = native.found().variant in native.build.VARIANTS
+        compilable = native.found().variant in native.build.variants()
         yield Finding(
             "note",
             text,

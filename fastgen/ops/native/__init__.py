@@ -4,6 +4,7 @@ They run on torch's own threads. The libraries are built when fastgen is install
 """
 
 import ctypes
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -28,6 +29,9 @@ HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
 
 ROWS = 128
 """Largest number of beams times query heads per key head."""
+
+LEAST_BLOCK = 64
+"""Least number of tokens for which `k_best` notes a maximum."""
 
 RANKED = 4096
 """Largest number of hypotheses and candidates per sentence that `choose` ranks, on the stack."""
@@ -106,12 +110,18 @@ class Found(NamedTuple):
 @cache
 def found() -> Found:
     """Look for the library for this processor; the result is cached."""
-    variant = torch.backends.cpu.get_cpu_capability().lower()
     try:
         is_observed()  # `dispatch` calls it before every operation in C
-        return Found(variant, load(variant))
+        return Found(instruction_set(), load(instruction_set()))
     except (OSError, AttributeError) as error:
-        return Found(variant, None, str(error))
+        return Found(instruction_set(), None, str(error))
+
+
+def instruction_set() -> str:
+    """Return the instruction set of this processor, by its architecture and torch's own choice."""
+    if build.architecture(platform.machine()) == "aarch64":
+        return "neon"  # part of ARMv8
+    return torch.backends.cpu.get_cpu_capability().lower()
 
 
 def load(variant: str) -> Library:
@@ -123,10 +133,10 @@ def load(variant: str) -> Library:
     path, how = LIBRARIES / f"{variant}.so", f"`{sys.executable} {build.__file__}` makes it"
     if (LIBRARIES / build.REASON).is_file():
         raise OSError((LIBRARIES / build.REASON).read_text("utf-8").strip())
-    if variant not in build.VARIANTS:
+    if variant not in build.variants():
         raise OSError(
-            f"torch says that this processor has {variant}, and there is a library for AVX2 and "
-            "AVX-512 alone"
+            f"torch reports {variant} as the instruction set of this {platform.machine()} "
+            f"processor, and there are libraries for {', '.join(build.variants()) or 'none'}"
         )
     if not path.is_file():
         raise OSError(f"{path} is missing; {how}")
@@ -310,7 +320,7 @@ def k_best(
     """
     b, m, v = rows.shape
     scores = scores.contiguous()
-    room = scores.new_empty(b * m * (-(-v // 64) + 2))
+    room = scores.new_empty(b * m * (-(-v // LEAST_BLOCK) + 2))
     values, indices = scores.new_empty(b, k + 1), scores.new_empty(b, k + 1, dtype=torch.int64)
     maxima = room.data_ptr() + 8 * b * m
     if banned is not None and banned.stride(1) != 1:

@@ -10,7 +10,7 @@
 #include "attention.h"
 
 /* TOGETHER: rows, PAIR: keys, ACROSS: vectors of a value whose sums stay in registers. NEAR: values that stay near. */
-enum { TOGETHER = 4, PAIR = 2, ACROSS = WIDTH == 16 ? 4 : 2, NEAR = 32, AHEAD = 16, MOST = 128 / WIDTH };
+enum { TOGETHER = 4, PAIR = 2, ACROSS = REGISTERS == 32 ? 4 : 2, NEAR = 32, AHEAD = 16, MOST = 128 / WIDTH };
 
 /* What a thread works with. */
 typedef struct {
@@ -78,7 +78,7 @@ INLINE void multiply_keys(const Attention *job, Space *at, const float *keys, co
           UNROLLED for (int p = 0; p < PAIR; p++) product[p][t] += query[t][i] * part[p];
       }
       UNROLLED for (int p = 0; p < PAIR; p++) { /* behind an odd number the pitch has room, and own scores come later */
-        __m128 found = sums(product[p][0], product[p][1], product[p][2], product[p][3]);
+        const quad found = sums(product[p][0], product[p][1], product[p][2], product[p][3]);
         for (int t = 0; t < there; t++) at->scores[(r + t) * at->pitch + s + p] = found[t];
       }
     }
@@ -96,7 +96,7 @@ INLINE void multiply_keys(const Attention *job, Space *at, const float *keys, co
         fetch(keys, pitch, own, s + t, count, D);
         UNROLLED for (int i = 0; i < C; i++) product[t] += query[i] * load(key + WIDTH * i);
       }
-      _mm_storeu_ps(scores + s, sums(product[0], product[1], product[2], product[3])); /* the pitch has room */
+      store_quad(scores + s, sums(product[0], product[1], product[2], product[3])); /* the pitch has room */
     }
   }
 }

@@ -2,7 +2,10 @@
 
 #include "choice.h"
 
-enum { BLOCK = 8 * WIDTH };
+enum { VECTORS = 8 * WIDTH < LEAST_BLOCK ? LEAST_BLOCK / WIDTH : 8, BLOCK = VECTORS * WIDTH };
+enum { SUMS = 8 }; /* independent sums, so that additions need not wait for each other */
+_Static_assert((int)BLOCK >= (int)LEAST_BLOCK, "callers have room for one maximum per LEAST_BLOCK");
+_Static_assert(BLOCK % 32 == 0, "a block has whole words of a token mask");
 
 typedef struct {
   float *out;
@@ -23,20 +26,20 @@ typedef struct {
 } Shift;
 
 static Shift shift_of(const float *in, int64_t V) {
-  const int64_t whole = V / WIDTH * WIDTH, blocks = V / BLOCK * BLOCK;
-  vec most[8], total[8];
-  for (int i = 0; i < 8; i++) most[i] = splat(-INFINITY), total[i] = splat(0.0f);
-  for (int64_t v = 0; v < blocks; v += BLOCK)
-    for (int i = 0; i < 8; i++) most[i] = higher(load(in + v + WIDTH * i), most[i]);
+  const int64_t whole = V / WIDTH * WIDTH, blocks = V / (SUMS * WIDTH) * (SUMS * WIDTH);
+  vec most[SUMS], total[SUMS];
+  for (int i = 0; i < SUMS; i++) most[i] = splat(-INFINITY), total[i] = splat(0.0f);
+  for (int64_t v = 0; v < blocks; v += SUMS * WIDTH)
+    for (int i = 0; i < SUMS; i++) most[i] = higher(load(in + v + WIDTH * i), most[i]);
   for (int64_t v = blocks; v < whole; v += WIDTH) most[0] = higher(load(in + v), most[0]);
   most[0] = higher(rest_of(in, whole, V), most[0]);
-  for (int i = 1; i < 8; i++) most[0] = higher(most[i], most[0]);
+  for (int i = 1; i < SUMS; i++) most[0] = higher(most[i], most[0]);
   const float top = highest(most[0]);
-  for (int64_t v = 0; v < blocks; v += BLOCK)
-    for (int i = 0; i < 8; i++) total[i] += exponential(load(in + v + WIDTH * i) - top);
+  for (int64_t v = 0; v < blocks; v += SUMS * WIDTH)
+    for (int i = 0; i < SUMS; i++) total[i] += exponential(load(in + v + WIDTH * i) - top);
   for (int64_t v = blocks; v < whole; v += WIDTH) total[0] += exponential(load(in + v) - top);
   if (whole < V) total[1] += exponential(rest_of(in, whole, V) - top);
-  for (int i = 1; i < 8; i++) total[0] += total[i];
+  for (int i = 1; i < SUMS; i++) total[0] += total[i];
   return (Shift){top, logf(sum(total[0]))};
 }
 
@@ -101,7 +104,7 @@ static void find_maxima(void *given) {
       const int64_t first = g * BLOCK, end = first + BLOCK < V ? first + BLOCK : V;
       if (end - first == BLOCK) {
         vec most = splat(-INFINITY);
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < VECTORS; i++) {
           vec x = load(in + first + WIDTH * i) - by.top - by.log_total + score;
           total += x;
           most = higher(x, most);
@@ -155,7 +158,7 @@ static void rank(void *given) {
 }
 
 /* The K highest of in (B, M, V) + scores (B, M) of each sentence: values (B, K) and indices (B, K) = beam * V + token,
- * -inf and 0 where there are fewer above -inf. maxima: (B, M, blocks of at least 64 tokens). shifts: (B, M, 2) where
+ * -inf and 0 where there are fewer above -inf. maxima: (B, M, blocks of LEAST_BLOCK tokens). shifts: (B, M, 2) where
  * `in` are logits, of whose log-probabilities this is; NULL else. banned: a row of 32 tokens a word for each row of
  * `in`, `banned_row` words apart, of tokens that are out; or NULL.
  *

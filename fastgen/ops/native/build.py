@@ -1,4 +1,4 @@
-"""Compile the C sources of this folder, one library per set of instructions.
+"""Compile the C sources of this folder, one library per instruction set.
 
 Installing fastgen runs this module. It needs only the standard library, so it can run before
 anything else is installed. `python fastgen/ops/native/build.py` does by hand what installing does.
@@ -9,6 +9,8 @@ doctor` show it.
 AddressSanitizer and UndefinedBehaviorSanitizer. They end the process at the first read or write
 outside a tensor's memory. fastgen does not load these libraries. `tests/native_fuzz.py` does, in a
 process with the sanitizers' library preloaded.
+
+The compiler decides on the architecture: `CC=aarch64-linux-gnu-gcc` makes libraries for Arm.
 """
 
 import argparse
@@ -22,19 +24,43 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
-SOURCES = tuple(sorted(path.name for path in HERE.glob("*.[ch]")))
+SOURCES = tuple(sorted(path.relative_to(HERE).as_posix() for path in HERE.rglob("*.[ch]")))
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-Wall", "-Wextra")
+
+
+class Variant(NamedTuple):
+    """A library: the architecture and the compiler flags of its instruction set."""
+
+    architecture: str
+    flags: tuple[str, ...] = ()
+
+
 VARIANTS = {
-    "avx512": ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-DWIDTH=16"),
-    "avx2": ("-mavx2", "-mfma", "-DWIDTH=8"),
+    "avx512": Variant("x86_64", ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma")),
+    "avx2": Variant("x86_64", ("-mavx2", "-mfma")),
+    "neon": Variant("aarch64"),
 }
+"""All libraries; isa/ holds a header for each architecture."""
+
+SYSTEMS = ("linux", "darwin")
 SANITIZERS = (
     "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer",
     "-g", "-O1",
 )  # fmt: skip
 REASON = "not-built.txt"
+
+
+def architecture(machine: str) -> str:
+    """Return the usual name of an architecture: arm64 is aarch64, AMD64 is x86_64."""
+    return {"arm64": "aarch64", "amd64": "x86_64"}.get(machine.lower(), machine.lower())
+
+
+def variants(machine: str = platform.machine()) -> list[str]:
+    """Return the names of the libraries for an architecture; by default, for this machine."""
+    return [name for name, of in VARIANTS.items() if of.architecture == architecture(machine)]
 
 
 def fingerprint() -> int:
@@ -59,7 +85,7 @@ def build(folder: Path = HERE / "lib", more: Sequence[str] = ()) -> str | None:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
             reason = _compiled(Path(temporary), more)
             if reason is None:
-                for name in VARIANTS:
+                for name in (path.stem for path in Path(temporary).iterdir()):
                     os.replace(Path(temporary, f"{name}.so"), folder / f"{name}.so")
                 (folder / REASON).unlink(missing_ok=True)
                 return None
@@ -73,11 +99,8 @@ def build(folder: Path = HERE / "lib", more: Sequence[str] = ()) -> str | None:
 
 
 def _compiled(folder: Path, more: Sequence[str]) -> str | None:
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return (
-            "there are operations in C for Linux on x86-64 alone, not for "
-            f"{sys.platform} on {platform.machine()}"
-        )
+    if sys.platform not in SYSTEMS:
+        return f"there are no operations in C for {sys.platform}"
     try:
         compiler = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:
@@ -88,30 +111,45 @@ def _compiled(folder: Path, more: Sequence[str]) -> str | None:
             "there was no C compiler (cc, gcc or clang; CC names another) when fastgen was "
             "installed"
         )
-    for name, flags in VARIANTS.items():
-        sources = [str(HERE / source) for source in SOURCES if source.endswith(".c")]
-        defined = f"-DFINGERPRINT={fingerprint()}u"
-        command = [
-            *compiler,
-            *FLAGS,
-            *flags,
-            *more,
-            defined,
-            *sources,
-            "-o",
-            str(folder / f"{name}.so"),
-            "-lm",
-        ]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            return f"{compiler[0]} could not be run: {error}"
-        if done.returncode:
-            message = next(
-                (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()
+    try:
+        machine = _run([*compiler, "-dumpmachine"]).partition("-")[0].strip()
+        if not variants(machine):
+            return f"there are no operations in C for {machine}"
+        for name in variants(machine):
+            _run(
+                [
+                    *compiler,
+                    *FLAGS,
+                    *VARIANTS[name].flags,
+                    *more,
+                    f"-DFINGERPRINT={fingerprint()}u",
+                    *(str(HERE / source) for source in SOURCES if source.endswith(".c")),
+                    "-o",
+                    str(folder / f"{name}.so"),
+                    "-lm",
+                ]
             )
-            return f"{compiler[0]} ended with {done.returncode}: {message}"
+    except RuntimeError as error:
+        return str(error)
     return None
+
+
+def _run(command: Sequence[str]) -> str:
+    """Return what a compiler prints.
+
+    Raises:
+        RuntimeError: it could not be run, or failed.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise RuntimeError(f"{command[0]} could not be run: {error}") from error
+    if done.returncode:
+        message = next(
+            (line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()
+        )
+        raise RuntimeError(f"{command[0]} ended with {done.returncode}: {message}")
+    return done.stdout
 
 
 def main(arguments: Sequence[str] | None = None) -> str | None:

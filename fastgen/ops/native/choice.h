@@ -5,6 +5,8 @@
 
 #include "vector.h"
 
+enum { LEAST_BLOCK = 64 }; /* least tokens per maximum that `k_best` notes; as ops/native/__init__.py has it */
+
 int k_best(parallel run, unsigned threads, float *values, int64_t *indices, float *maxima, float *shifts,
            const float *in, const float *scores, const uint32_t *banned, int64_t sentences, int64_t beams,
            int64_t vocabulary, int64_t wanted, int64_t in_b, int64_t in_m, int64_t banned_row);

@@ -9,11 +9,7 @@
 
 /* WIDE: vectors of a panel. AHEAD: inputs whose numbers are fetched before they are needed, some KiB of a panel.
  * DEPTH: inputs of a piece of a panel. BLOCKS: that a task has at most, whose inputs stay near. SIDE: its panels. */
-#if WIDTH == 16
-enum { WIDE = 4, AHEAD = 8 };
-#else
-enum { WIDE = 2, AHEAD = 64 };
-#endif
+enum { WIDE = REGISTERS == 32 ? 4 : 2, AHEAD = WIDTH == 16 ? 8 : 64 };
 enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 24, SIDE = 8 };
 
 int panel(void) { return PANEL; }

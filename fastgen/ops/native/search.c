@@ -121,7 +121,7 @@ typedef struct {
 } Room;
 
 static void *make_room(Room *room, int64_t B, int64_t M, int64_t K, int64_t V) {
-  const int64_t longs = B * (K + 1) + 3 * B * K + 4 * B * M, blocks = (V + 63) / 64;
+  const int64_t longs = B * (K + 1) + 3 * B * K + 4 * B * M, blocks = (V + LEAST_BLOCK - 1) / LEAST_BLOCK;
   const int64_t floats = B * (K + 1) + B * K + 2 * B * M + 2 * B * M + B * M * blocks;
   char *held = malloc(8 * longs + 4 * floats + B * K + B * M + 4 * B);
   if (!held) return NULL;

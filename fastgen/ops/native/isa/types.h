@@ -1,0 +1,31 @@
+/* Vector types that every instruction set shares, for the WIDTH that its header defines.
+ *
+ * They are the compiler's own (GCC, clang), so that arithmetic, comparisons and bit operations need
+ * no intrinsics. The header of an instruction set defines what is missing:
+ *
+ *   WIDTH                      floats per vector
+ *   REGISTERS                  vector registers, by which products and attention choose their blocks
+ *   vec higher(vec x, vec y)   the larger of each pair; NaN where y is, of x alone either is allowed
+ *   quad sums(vec a, vec b, vec c, vec d)   the sum of each
+ *   float highest(vec x)       the largest element
+ */
+
+#ifndef ISA_TYPES_H
+#define ISA_TYPES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* Aligned as single floats are, so that they can be loaded from any address of one. */
+typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef int32_t ivec __attribute__((vector_size(4 * WIDTH), aligned(4)));
+typedef float quad __attribute__((vector_size(16)));
+
+INLINE vec load(const float *p) { return *(const vec *)p; }
+INLINE void store(float *p, vec x) { *(vec *)p = x; }
+INLINE void store_quad(float *p, quad x) { __builtin_memcpy(p, &x, sizeof x); }
+INLINE vec splat(float x) { return x - (vec){}; }
+
+#endif
