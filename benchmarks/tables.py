@@ -377,13 +377,19 @@ def paper() -> str:
         data = json.loads(file.read_text("utf-8"))
         result = data["result"]
         what = data["what"][0].upper() + data["what"][1:]
-        here = f"Here: {_device(data)}; {result['shape']}. The paper's: {data['paper_hardware']}."
-        parts.append(f"## {data['title']}\n\n{textwrap.fill(f'{what}. {here}', 100)}")
+        facts = (f"Here: {_device(data)}; {result['shape']}", f"Paper: {data['paper_hardware']}")
+        lines = [_filled(f"- {fact}.", "  ") for fact in facts]
+        parts.append("\n\n".join((f"## {data['title']}", _filled(f"{what}."), "\n".join(lines))))
         differ = "The outputs differed: no speed is given."
         parts.append(table(result["columns"], result["rows"]) if result["equal"] else differ)
         if result["curve"] is not None:
             parts.append(f"![{data['title']}](plots/{file.parts[-3]}-{data['case']}.svg)")
     return "\n\n".join(parts) or NOT_YET
+
+
+def _filled(text: str, indent: str = "") -> str:
+    """Return a text in lines of at most 100 columns, all but the first with an indent."""
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _results(*kinds: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -76,7 +76,8 @@ def table3(order: Order) -> Result:
         )
         rows.append((f"{label}: the last three, fused", *shown))
     shape = (
-        f"{sentences} sentences, states of {states}, {words:,} words; the paper counts a whole run"
+        f"{sentences} sentences, hidden size {states}, {words:,} words; "
+        "the paper's times are of a whole run"
     )
     return Result(("", "paper", "here, one step"), rows, shape, raw=raw)
 
@@ -126,7 +127,7 @@ def figure2(order: Order) -> Result:
                 f"{seconds * 1e3:.1f} ms",
             )
         )
-    heads = ("", "sentences that run in fastgen", "toolkit", "fastgen")
+    heads = ("", "sentences in fastgen's batch", "toolkit", "fastgen")
     shape = f"the example's model, {count} sentences in one batch, 1 beam"
     return Result(heads, rows, shape, curve=curve, raw={"steps": steps})
 
@@ -163,7 +164,7 @@ def figure3(order: Order) -> Result:
     curve = Curve(list(sizes), speeds, "batch", "sentences per second")
     shape = (
         f"the example's model, {count} sentences, 1 beam; "
-        "in the paper over 20 times from batch 1 to the largest"
+        "the paper gains over 20 times from batch 1 to the largest"
     )
     equal = all(one["equal"] for one in raw.values())
     return Result(
@@ -181,13 +182,13 @@ def _translate(order: Order, batch: int, count: int) -> dict[str, Any]:
 
 
 TABLES = (
-    Table("amun_table3", "Amun, table 3", "the output layer by parts", _HARDWARE, table3),
+    Table("amun_table3", "Amun, table 3", "time of the output layer, by part", _HARDWARE, table3),
     Table(
         "amun_figure2",
         "Amun, figure 2",
-        "the time of a step while sentences end",
+        "time of a decode step as sentences finish",
         _HARDWARE,
         figure2,
     ),
-    Table("amun_figure3", "Amun, figure 3", "speed against batch size", _HARDWARE, figure3),
+    Table("amun_figure3", "Amun, figure 3", "speed by batch size", _HARDWARE, figure3),
 )

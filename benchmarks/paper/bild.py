@@ -19,7 +19,7 @@ _PAPER = {
     ("aligned", "1 point"): "1.78x 1.70x 1.80x 2.12x",
 }
 
-_FIGURE_8 = "in the paper (CNN/DailyMail) slightly over 1, about 1/5, about 5, 1.85x"
+_FIGURE_8 = "the paper (CNN/DailyMail) has slightly over 1, about 1/5, about 5, 1.85x"
 
 
 def table1(order: Order) -> Result:
@@ -105,7 +105,7 @@ def figure8(order: Order) -> Result:
         )
     heads = ("", "FLOPs", "memory operations", "arithmetic intensity", "speed-up")
     pair = f"{arguments['large']} with {arguments['small']}"
-    shape = f"{pair}, of the large model alone, by the weights of the decoders; {_FIGURE_8}"
+    shape = f"{pair}, relative to the large model alone, from the decoders' weights; {_FIGURE_8}"
     return Result(heads, rows, shape)
 
 
@@ -144,9 +144,9 @@ TABLES = (
     Table(
         "bild_table1",
         "BiLD, table 1",
-        "quality and speed, where nothing and where a point is lost",
+        "speed without loss of quality, and with a loss of one point",
         _HARDWARE,
         table1,
     ),
-    Table("bild_figure8", "BiLD, figure 8", "what is computed and read", _HARDWARE, figure8),
+    Table("bild_figure8", "BiLD, figure 8", "operations and memory traffic", _HARDWARE, figure8),
 )

@@ -155,7 +155,7 @@ def table1(order: Order) -> Result:
     sizes = order.of(
         "the paper's shapes, 32 sentences",
         "4 layers of 512 (DistilBART's decoder 2; Transformer "
-        "as it is), 4 sentences of at most 256 tokens, 24 new ones",
+        "as it is), 4 sentences of at most 256 tokens, 24 new tokens",
         "tiny",
     )
     return Result(
@@ -275,7 +275,7 @@ def table3(order: Order) -> Result:
     rows: list[tuple[str, ...]] = []
     if equal:
         spent = (("loop in Python (fairseq; CPU kernel)", "4477 ms; 585 ms", loop["baseline_us"]),
-                 ("transformers' processor of today", "", processor["baseline_us"]),
+                 ("transformers' current processor", "", processor["baseline_us"]),
                  ("one operation (GPU kernel)", "7.8 ms", loop["candidate_us"]))  # fmt: skip
         rows = [
             (label, paper, f"{us / 1e3:.3f} ms", f"{loop['baseline_us'] / us:.0f}x")
@@ -283,7 +283,7 @@ def table3(order: Order) -> Result:
         ]
     shape = f"one step of {size[0]} texts of {size[1]} tokens, 50,264 words, n = 3"
     return Result(
-        ("", "paper, all of a run", "here, one step", "of the loop"),
+        ("", "paper, whole run", "here, one step", "speed-up"),
         rows,
         shape,
         equal,
@@ -295,16 +295,16 @@ TABLES = (
     Table(
         "fastseq_table1",
         "FastSeq, table 1",
-        "speed of models of different architectures",
+        "speed by model architecture",
         _HARDWARE,
         table1,
     ),
     Table(
         "fastseq_table2",
         "FastSeq, table 2",
-        "one feature switched on after the other",
+        "speed as features are enabled one after another",
         _HARDWARE,
         table2,
     ),
-    Table("fastseq_table3", "FastSeq, table 3", "n-gram blocking by itself", _HARDWARE, table3),
+    Table("fastseq_table3", "FastSeq, table 3", "n-gram blocking alone", _HARDWARE, table3),
 )

@@ -165,21 +165,27 @@ def _shape(case: Case, model: Any) -> str:
     )
 
 
-_SAYS = "in the paper up to 14 times TensorFlow, up to 1.4 times FasterTransformer"
+_SAYS = "the paper reports up to 14 times TensorFlow and 1.4 times FasterTransformer"
 
 TABLES = (
-    Table("lightseq_figure4", "LightSeq, figure 4", "where the time goes", _HARDWARE, figure4),
+    Table(
+        "lightseq_figure4",
+        "LightSeq, figure 4",
+        "share of time by kind of operation",
+        _HARDWARE,
+        figure4,
+    ),
     Table(
         "lightseq_figure5",
         "LightSeq, figure 5",
-        f"beam search over batch and length; {_SAYS}",
+        f"speed of beam search by batch size and length; {_SAYS}",
         "P4, T4",
         figure5,
     ),
     Table(
         "lightseq_figure6",
         "LightSeq, figure 6",
-        "sampling over batch and length",
+        "speed of sampling by batch size and length",
         _HARDWARE,
         figure6,
     ),
