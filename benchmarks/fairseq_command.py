@@ -22,6 +22,7 @@ from benchmarks.harness import finished
 from benchmarks.session import Session
 from fastgen.cli.bench.agreement import judged
 from fastgen.cli.bench.measure import Verdict, compare
+from fastgen.patches.transformers.introspection.noise import HALVES
 
 STOCK = {"FASTGEN": "compat"}
 STRICT = {"FASTGEN_STRICT": "1"}
@@ -97,7 +98,8 @@ class CommandAgreement:
     """Comparison of what two runs of the command printed; texts may differ by near ties.
 
     Near ties are determined from tokens, which the command prints without `--post-process`, and
-    from a replay of fairseq's own search on the sentences that differ
+    from a replay of fairseq's own search on the sentences that differ. In half precision these
+    sentences are generated once more, and the error of their log-probabilities decides
     (`benchmarks.fairseq_agreement`).
 
     Args:
@@ -123,37 +125,37 @@ class CommandAgreement:
         return self._known[key[0], key[1]]
 
     def _judged(self, numbers: list[int]) -> Verdict:
+        what, agreement = f"{len(numbers)} translations", self._agreement(numbers)
+        if self.session.dtype in HALVES:
+            found = agreement.noise(
+                agreement.generator.generate([agreement.model], agreement.sample)
+            )
+            return Verdict(False, note=f"{what} differ, {found}", within_noise=found.explains)
         at = self.words.index("--post-process")
         output, _ = run("fairseq-generate", *self.words[:at], *self.words[at + 2 :], **STRICT)
-        margins = self._margins({n: _lines(output)[f"H-{n}"][1] for n in numbers})
-        return judged(margins, self.session.dtype, f"{len(numbers)} translations", "sentence")
+        dictionary = agreement.model.decoder.dictionary
+        margins = {}
+        for row, number in enumerate(agreement.sample["id"].tolist()):
+            text = _lines(output)[f"H-{number}"][1]
+            wanted = [*(dictionary.index(word) for word in text.split()), dictionary.eos()]
+            margins[number] = agreement.margin(row, wanted)
+        return judged(margins, self.session.dtype, what, "sentence")
 
-    def _margins(self, texts: dict[int, str]) -> dict[int, float]:
-        """Return how narrowly fairseq's search decided against each text.
-
-        Args:
-            texts: tokens separated by spaces, by index of the sentence.
-        """
+    def _agreement(self, numbers: list[int]) -> FairseqAgreement:
+        """Return the comparison of these sentences, with the command's model and options."""
         from fairseq import checkpoint_utils, options
 
         file, session = str(self.folder / "model/checkpoint_last.pt"), self.session
         models, _, task = checkpoint_utils.load_model_ensemble_and_task([file])
         model = models[0].to(device=session.device, dtype=session.dtype).eval()
         task.load_dataset("test")
-        dataset, dictionary = task.dataset("test"), task.target_dictionary
-        sample = dataset.collater([dataset[n] for n in texts])
+        dataset = task.dataset("test")
+        sample = dataset.collater([dataset[n] for n in numbers])
         sample["net_input"] = {
             name: x.to(session.device) for name, x in sample["net_input"].items()
         }
         args = options.parse_args_and_arch(options.get_generation_parser(), self.words)
-        agreement = FairseqAgreement(model, task.build_generator([model], args), sample)
-        rows = {n: row for row, n in enumerate(sample["id"].tolist())}
-        return {
-            n: agreement.margin(
-                rows[n], [*(dictionary.index(word) for word in text.split()), dictionary.eos()]
-            )
-            for n, text in texts.items()
-        }
+        return FairseqAgreement(model, task.build_generator([model], args), sample)
 
 
 def _lines(output: str) -> dict[str, tuple[float, str]]:

@@ -28,6 +28,11 @@ from fastgen.cli.bench.measure import Verdict, compare, environment, synchronize
 from fastgen.ops.counts import calls
 
 Call = Callable[[], Any]
+Pair = tuple[Call, Call] | tuple[Call, Call, Callable[[Any, Any], tuple[Any, Any]]]
+"""The baseline and the candidate.
+
+A third function turns their outputs into a form in which they are comparable.
+"""
 REPEATED = 20
 """Number of calls in one CUDA graph."""
 
@@ -40,7 +45,7 @@ class Row:
         op: name of the operation.
         shape: its shape, in words.
         baseline: name of the code that runs without fastgen.
-        make: returns the baseline and the candidate as functions without arguments.
+        make: returns the baseline and the candidate.
         bytes: bytes that the operation must read and write; 0 if that is no useful measure.
         target: ratio to reach, by kind of device (cuda, cpu).
         only: kind of device that the row is for; None for any.
@@ -49,7 +54,7 @@ class Row:
     op: str
     shape: str
     baseline: str
-    make: Callable[[Rig], tuple[Call, Call]]
+    make: Callable[[Rig], Pair]
     bytes: Callable[[Rig], int]
     target: dict[str, float]
     only: str | None = None
@@ -302,21 +307,30 @@ def _activation(rig: Rig, r: int, d: int, gated: bool) -> tuple[Call, Call]:
     return lambda: F.gelu(x + bias), lambda: fused_activation(x, "gelu", bias)
 
 
-def _sample(rig: Rig, r: int, v: int) -> tuple[Call, Call]:
+def _sample(rig: Rig, r: int, v: int) -> Pair:
+    """Return sampling by transformers and by fastgen.
+
+    Each draws its own random numbers. Comparable is whether the tokens are among the kept ones.
+    """
     from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
     from fastgen.ops.selection.sample import sample
 
     logits = rig.randn(r, v) * 3
-    warpers = TopKLogitsWarper(50), TopPLogitsWarper(0.9)
+
+    def warped(top_p: float) -> Tensor:
+        return TopPLogitsWarper(top_p)(None, TopKLogitsWarper(50)(None, logits))
 
     def stock() -> Any:
-        scores = logits
-        for warper in warpers:
-            scores = warper(None, scores)
-        return torch.multinomial(scores.softmax(-1), 1)[:, 0]
+        return torch.multinomial(warped(0.9).softmax(-1), 1)[:, 0]
 
-    return stock, lambda: sample(logits, top_k=50, top_p=0.9)
+    # Rounding of the sum of probabilities may keep one token more.
+    kept = warped(0.91) > -torch.inf
+
+    def are_kept(*tokens: Tensor) -> Any:
+        return tuple(kept.gather(1, each[:, None]) for each in tokens)
+
+    return stock, lambda: sample(logits, top_k=50, top_p=0.9), are_kept
 
 
 def _nucleus(rig: Rig, r: int, v: int, left: int) -> tuple[Call, Call]:
@@ -339,17 +353,42 @@ def _nucleus(rig: Rig, r: int, v: int, left: int) -> tuple[Call, Call]:
     return lambda: warper(text.ids, logits), lambda: edit(logits, text)
 
 
-def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> tuple[Call, Call]:
+def _parents(rig: Rig, b: int, m: int) -> Tensor:
+    """Return parents (B, M) whose repeated application changes nothing after the first time.
+
+    An update in place then has the same result however often it runs.
+    """
+    own = torch.arange(m, device=rig.device)
+    return torch.where(own % 2 == 0, own, rig.integers((m + 1) // 2, b, m) * 2)
+
+
+def _reorder(rig: Rig, b: int, m: int, t: int, h: int, d: int) -> Pair:
+    """Return the reordering of keys and values of beams, and that of the table of visible slots.
+
+    Comparable are the keys and values that each beam sees.
+    """
     from fastgen.ops.cache import reorder_rows_
 
     keys, values = rig.randn(b * m, h, t, d), rig.randn(b * m, h, t, d)
-    table = torch.zeros(b, m, t * m, device=rig.device)
-    parents = rig.integers(m, b, m)
+    own = torch.eye(m, device=rig.device, dtype=torch.bool).repeat(1, t)
+    table = torch.full((b, m, t * m), -torch.inf, device=rig.device).masked_fill_(own, 0.0)
+    parents = _parents(rig, b, m)
     index = (parents + torch.arange(b, device=rig.device)[:, None] * m).flatten()
-    return lambda: (
-        keys.index_select(0, index),
-        values.index_select(0, index),
-    ), lambda: reorder_rows_(table, parents)
+
+    def seen(reordered: Any, _: Any) -> tuple[Any, Any]:
+        beam = table.view(b, m, t, m).argmax(-1)
+        sentence = torch.arange(b, device=beam.device)[:, None, None]
+        step = torch.arange(t, device=beam.device)
+        shared = (kv.view(b, m, h, t, d).transpose(2, 3) for kv in (keys, values))
+        return reordered, tuple(
+            kv[sentence, beam, step].transpose(2, 3).flatten(0, 1) for kv in shared
+        )
+
+    return (
+        lambda: (keys.index_select(0, index), values.index_select(0, index)),
+        lambda: reorder_rows_(table, parents),
+        seen,
+    )
 
 
 def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
@@ -408,10 +447,11 @@ def _rotation(rig: Rig, b: int, m: int, h: int, kv: int, d: int) -> tuple[Call, 
     return separate, lambda: turn_into_slots_(query, key, value, turn, keys, values, start)
 
 
-def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
+def _tables(rig: Rig, b: int, m: int, t: int) -> Pair:
     """Return the update of the tables of tokens and of beam ancestry, which are half full.
 
-    transformers gathers the tables of 2M candidates and then selects M of them.
+    transformers gathers the tables of 2M candidates and then selects M of them. fastgen updates its
+    tables in place; comparable are their contents.
     """
     from transformers import GenerationMixin
 
@@ -419,7 +459,10 @@ def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
 
     gather = GenerationMixin._gather_beams
     ids, rows = rig.integers(50_000, b, m, 2 * t), rig.integers(m, b, m, 2 * t).to(torch.int32)
+    for table in (ids, rows):
+        table[:, :, t:] = 0
     beams, candidates = rig.integers(m, b, 2 * m), rig.integers(50_000, b, 2 * m)
+    beams[:, :m] = _parents(rig, b, m)
     order = torch.arange(m, device=ids.device).expand(b, m)
     parents, tokens = beams.gather(1, order), candidates.gather(1, order)
     growing = [Table(ids.clone(), tokens[:, :, None]), Table(rows.clone(), parents[:, :, None])]
@@ -429,23 +472,22 @@ def _tables(rig: Rig, b: int, m: int, t: int) -> tuple[Call, Call]:
         new_ids[:, :, t], new_rows[:, :, t] = candidates, beams.to(torch.int32)
         return gather(new_ids, order), gather(new_rows, order)
 
-    return gathers, lambda: extend_rows_(growing, parents, t)
+    def contents(gathered: Any, _: None) -> tuple[Any, Any]:
+        return gathered, tuple(table.rows for table in growing)
+
+    return gathers, lambda: extend_rows_(growing, parents, t), contents
 
 
-def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Any]:
+def same(op: str, dtype: torch.dtype) -> Callable[[Any, Any], Verdict]:
     """Return the comparison of an operation's outputs with its baseline's."""
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}[dtype]
+    near_ties = 0.05 if op in ("kbest", "argmax") else 0.0
 
     def agree(a: Any, b: Any) -> Verdict:
-        # Sampling draws its own random numbers. The other two return the data in another form, or
-        # after a different number of calls.
-        if op in ("sample", "cache", "tables"):
-            return Verdict(True)
         pairs = zip(a, b, strict=True) if isinstance(a, tuple) else [(a, b)]
         for one, other in pairs:
-            if one.dtype == torch.int64:
-                # Near ties may differ.
-                if bool((one != other).any()) and float((one != other).float().mean()) > 0.05:
+            if not one.is_floating_point():
+                if float((one != other).float().mean()) > near_ties:
                     return Verdict(False, note="other indices")
             elif not torch.allclose(one.float(), other.float(), atol=tolerance, rtol=tolerance):
                 return Verdict(
@@ -476,14 +518,15 @@ def repeated(calls: Sequence[Call], device: str, seconds: float) -> tuple[Call, 
     """Return a function that repeats a call, and the number of repetitions.
 
     On a CPU the repetitions take about `seconds`. On CUDA they are captured in one CUDA graph; a
-    call that cannot be captured runs once.
+    call that cannot be captured runs once. The function returns what the first of the calls does.
 
     Args:
         calls: the same call with different inputs, which take turns; a single call on a CPU.
         device: device of the inputs.
         seconds: duration to aim for, on a CPU.
     """
-    call, results = calls[0], [call() for call in calls]
+    call = calls[0]
+    result, *_ = [call() for call in calls]
     if device == "cpu":
         times = []
         for _ in range(3):
@@ -503,15 +546,15 @@ def repeated(calls: Sequence[Call], device: str, seconds: float) -> tuple[Call, 
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            for i in range(count):
-                results[-1] = calls[i % len(calls)]()
+            for i in reversed(range(count)):
+                result = calls[i % len(calls)]()
     except RuntimeError:  # the call synchronizes with the host: time it without a graph
         torch.cuda.synchronize()
         return call, 1
 
     def replay() -> Any:
         graph.replay()
-        return results[-1]
+        return result
 
     return replay, count
 
@@ -533,15 +576,19 @@ def measure(row: Row, rig: Rig, rounds: int, seconds: float, bandwidth: float) -
     """Time one row; the result holds no times if the outputs differ."""
     torch.manual_seed(0)
     needed = row.bytes(rig)
-    baselines, candidates = zip(
-        *(row.make(rig) for _ in range(copies(needed, rig.device))), strict=True
-    )
-    check = same(row.op, rig.dtype)
-    verdict = check(baselines[0](), candidates[0]())
+    pairs = [row.make(rig) for _ in range(copies(needed, rig.device))]
+    agree = same(row.op, rig.dtype)
+
+    def check(a: Any, b: Any) -> Verdict:
+        for comparable in pairs[0][2:]:
+            a, b = comparable(a, b)
+        return agree(a, b)
+
+    verdict = check(pairs[0][0](), pairs[0][1]())
     if not verdict.equal:
         return {"equal": False, "note": verdict.note}
     (one, times), (other, more) = (
-        repeated(calls, rig.device, seconds) for calls in (baselines, candidates)
+        repeated([pair[side] for pair in pairs], rig.device, seconds) for side in (0, 1)
     )
     outcome = compare(one, other, rounds, check, synchronize=lambda: synchronize(rig.device))
     if not outcome.equal:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fastgen
 from benchmarks import peers
@@ -40,11 +39,9 @@ def run(case: Case, session: Session) -> dict[str, Any]:
     # Compile on a CPU too, as transformers' tests do.
     how._compile_all_devices = True  # type: ignore[assignment]
 
-    def compiled() -> Tensor:
+    def compiled(**arguments: Any) -> Any:
         with fastgen.disabled():
-            return model.generate(
-                **inputs, **options, cache_implementation="static", compile_config=how
-            )
+            return model.generate(**arguments, cache_implementation="static", compile_config=how)
 
     torch.compiler.reset()
     graphs = _compiled_graphs()

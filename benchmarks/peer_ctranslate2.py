@@ -61,8 +61,13 @@ def run(case: Case, session: Any) -> dict[str, Any]:
     """Time transformers, fastgen and CTranslate2 on the same inputs, in turn.
 
     All outputs are compared in every round.
+
+    Raises:
+        SystemExit: the package is missing, or the case or the precision is not supported.
     """
     load()
+    if session.dtype != torch.float32:
+        raise SystemExit(f"--peer ctranslate2 computes in float32, not in {session.dtype}")
     if case.kind == "text":
         return _text(case, session)
     if not suits(case) or case.shape is None:
@@ -71,7 +76,9 @@ def run(case: Case, session: Any) -> dict[str, Any]:
     inputs, options = case.inputs(model), case.generate_options
     with tempfile.TemporaryDirectory() as folder:
         peer = Peer(convert(model, Path(folder)), model, inputs, options, session.device)
-        result = peers.one_batch("ctranslate2", peer, model, inputs, options, case, session)
+        result = peers.one_batch(
+            "ctranslate2", lambda **_: peer(), model, inputs, options, case, session
+        )
     return result | {"ctranslate2": load().__version__}
 
 

@@ -18,18 +18,17 @@ from fastgen.cli.bench.measure import agrees, both
 
 
 def one_batch(
-    name: str, peer: Callable[[], Tensor], model: Any, inputs: dict[str, Tensor],
+    name: str, peer: Callable[..., Any], model: Any, inputs: dict[str, Tensor],
     options: dict[str, Any], case: Case, session: Session, warmup: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
     """Compare one `generate` call of three systems.
 
     Outputs of fastgen and of the peer must equal the toolkit's apart from near ties. In half
-    precision only fastgen's rounding errors are judged; a difference of the peer's is noted in the
-    result.
+    precision each is judged by its own rounding errors.
 
     Args:
         name: name of the peer.
-        peer: runs the peer; returns token ids in the layout of `generate`.
+        peer: runs the peer, with the arguments of `generate`; returns what `generate` would.
         model: the transformers model.
         inputs: tensor arguments of `generate`.
         options: the other arguments of `generate`.
@@ -37,11 +36,15 @@ def one_batch(
         session: device and number of rounds.
         warmup: untimed calls of each system.
     """
-    agreement, ties = Agreement(model, inputs, options), {"fastgen": 0, name: 0}
+    agreements = {
+        "fastgen": Agreement(model, inputs, options),
+        name: Agreement(model, inputs, options, peer),
+    }
+    ties = dict.fromkeys(agreements, 0)
     differences: dict[str, str] = {}
 
     def check(outputs: Sequence[Tensor]) -> str | None:
-        for system, found in zip(ties, outputs[1:], strict=True):
+        for (system, agreement), found in zip(agreements.items(), outputs[1:], strict=True):
             verdict = agreement(outputs[0], found)
             ties[system] = max(ties[system], verdict.near_ties)
             if not verdict.equal:
@@ -51,8 +54,9 @@ def one_batch(
         return None
 
     result = compared(
-        lambda: model.generate(**inputs, **options), name, peer, check, case, session, warmup
-    )
+        lambda: model.generate(**inputs, **options), name, lambda: peer(**inputs, **options),
+        check, case, session, warmup,
+    )  # fmt: skip
     if result["equal"] and differences:
         result |= {"equal": False, "within_noise": True, "note": "; ".join(differences.values())}
     return result | {

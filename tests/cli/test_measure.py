@@ -20,7 +20,8 @@ from fastgen.cli.bench import measure
 from fastgen.cli.bench.agreement import Agreement, margins
 from fastgen.cli.bench.measure import Outcome, Verdict, compare, interleave, paired_ratio
 from fastgen.decoding.search.near_ties import closest_decision, end_tokens, replayed
-from fastgen.ops import dispatch
+from fastgen.ops import cache, dispatch, tables
+from fastgen.ops.selection import sample
 from fastgen.patches.engine import engine
 
 
@@ -408,6 +409,28 @@ def test_an_operation_that_computes_something_else_gets_no_speed(tmp_path, capsy
     assert ops.main(words) == 1
     assert "outputs differ, no speed given" in capsys.readouterr().out
     assert not any("ratio" in row for row in result_of(tmp_path, "ops")["result"].values())
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "module"),
+    [
+        ("sample", "sample", sample), ("cache", "reorder_rows_", cache),
+        ("tables", "extend_rows_", tables),
+    ],
+)  # fmt: skip
+def test_outputs_of_another_form_are_compared(op, name, module, monkeypatch):
+    """Random draws and updates in place are compared too, however often they run."""
+    rig, right = ops.Rig("cpu", torch.float32), getattr(module, name)
+    row = next(row for row in ops.rows() if row.op == op and row.only is None)
+    assert ops.measure(row, rig, 2, 0.0, 1.0)["equal"]
+
+    def wrong(first, *args, **options):
+        if op == "sample":
+            return torch.topk(first, 60).indices[:, -1]
+        return right(first, *(a.flip(1) if isinstance(a, torch.Tensor) else a for a in args))
+
+    monkeypatch.setattr(module, name, wrong)
+    assert not ops.measure(row, rig, 2, 0.0, 1.0)["equal"]
 
 
 def test_every_operation_has_a_row():

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.cli.bench.noise import noise
 from fastgen.models.cuda_graphs import graph
 from fastgen.patches.transformers.generate.report import last_call
+from fastgen.patches.transformers.introspection.noise import noise
 from tests.support import zoo
 from tests.support.parity import assert_same, fallbacks, hits
 

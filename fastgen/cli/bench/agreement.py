@@ -6,7 +6,7 @@ In half precision texts diverge within a few tokens, so the errors of the logits
 instead.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 import fastgen
 from fastgen.cli.bench.measure import Verdict
-from fastgen.cli.bench.noise import HALVES, Noise, noise
 from fastgen.decoding.search.near_ties import (
     NEAR_TIE,
     closest_decision,
@@ -22,6 +21,7 @@ from fastgen.decoding.search.near_ties import (
     prompt_length,
     up_to_end,
 )
+from fastgen.patches.transformers.introspection.noise import HALVES, Noise, noise
 
 
 class Agreement:
@@ -33,10 +33,17 @@ class Agreement:
         model: the model that generated both outputs.
         inputs: tensor arguments of its `generate` call.
         options: the other arguments of that call.
+        generate: the other program, with the arguments of `model.generate`; None for fastgen.
     """
 
-    def __init__(self, model: Any, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
-        self.model, self.inputs, self.options = model, inputs, options
+    def __init__(
+        self,
+        model: Any,
+        inputs: dict[str, Tensor],
+        options: dict[str, Any],
+        generate: Callable[..., Any] | None = None,
+    ) -> None:
+        self.model, self.inputs, self.options, self.generate = model, inputs, options, generate
         self._known: dict[tuple, Verdict] = {}
         self._noise: Noise | None = None
 
@@ -63,7 +70,7 @@ class Agreement:
 
     def _judge_by_noise(self, stock: Tensor, other: Tensor) -> Verdict:
         if self._noise is None:
-            self._noise = noise(self.model, self.inputs, self.options)
+            self._noise = noise(self.model, self.inputs, self.options, self.generate)
         padded = torch.nn.utils.rnn.pad_sequence(
             [*stock, *other], batch_first=True, padding_value=-1
         )

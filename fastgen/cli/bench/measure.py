@@ -45,7 +45,7 @@ class Verdict:
         near_ties: how many parts of the output (sentences) differ only by a near tie.
         note: what differs, in words.
         within_noise: the outputs differ, and the rounding of half precision explains it
-            (`fastgen.cli.bench.noise`).
+            (`fastgen.patches.transformers.introspection.noise`).
     """
 
     equal: bool

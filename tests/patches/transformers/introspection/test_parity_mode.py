@@ -181,10 +181,12 @@ def test_what_cannot_be_repeated_runs_once() -> None:
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return `plant(row, position, token)`, which changes a token of fastgen's output."""
 
-    def change(row: int, position: int, token: int) -> None:
+    def change(
+        row: int, position: int, token: int, monkeypatch: pytest.MonkeyPatch = monkeypatch
+    ) -> None:
         for name in ("_of_samples", "_of_beams"):
             original = getattr(generate, name)
 
@@ -307,6 +309,53 @@ def test_a_near_tie_is_told_from_a_difference(
     ):
         model.generate(**kwargs)
     assert _outcomes() == {"near tie": 1}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_judged_by_its_own_noise(
+    dtype: torch.dtype, options: dict[str, Any], plant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another last token is no error, even in strict mode; another token on the way is one.
+
+    The logits after a token that fastgen has not read are not those of the text.
+    """
+    monkeypatch.setenv("FASTGEN_STRICT", "1")
+    config.reload()
+    model = zoo.build("gpt2", torch.float32).to(dtype)
+    kwargs = zoo.batch(model, 2, 6) | options | {"max_new_tokens": 6, "min_new_tokens": 6}
+    stock, state = _stock(model, kwargs, seed=3)
+
+    def planted(place: int) -> Any:
+        with pytest.MonkeyPatch.context() as undone:
+            plant(0, place, 5 if int(stock[0, place]) != 5 else 6, undone)
+            torch.manual_seed(3)
+            return model.generate(**kwargs)
+
+    with pytest.warns(ParityWarning, match=r"sentence 0, position 11: .*; error of the logits "):
+        assert torch.equal(planted(11), stock)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert _outcomes() == {"within noise": 1}
+    with pytest.raises(ParityError, match=r"sentence 0, position 7: .*; error of the logits "):
+        planted(7)
+    assert _outcomes() == {"within noise": 1, "different": 1}
+
+
+def test_what_cannot_be_judged_by_noise_is_judged_by_margins(
+    plant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.build("gpt2", torch.float32).to(torch.bfloat16)
+    kwargs = zoo.batch(model, 1, 6) | {"max_new_tokens": 2, "min_new_tokens": 2}
+    stock, _ = _stock(model, kwargs)
+    plant(0, 7, 5 if int(stock[0, 7]) != 5 else 6)
+
+    def too_large(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(parity, "noise", too_large)
+    with pytest.warns(ParityWarning, match="no errors of the logits, as OutOfMemoryError"):
+        model.generate(**kwargs)
+    assert _outcomes() == {"different": 1}
 
 
 def test_other_scores_and_other_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:

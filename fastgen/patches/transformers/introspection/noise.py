@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-import fastgen
 from fastgen.decoding.search.near_ties import end_tokens, prompt_length
+from fastgen.patches.engine import engine
 
 HALVES = (torch.bfloat16, torch.float16)
 LIMIT = 1.25
-"""Largest allowed ratio of fastgen's error to the toolkit's.
+"""Largest allowed ratio of a program's error to the toolkit's.
 
 Over the many log-probabilities of a call, the two differ by a few hundredths. One more rounding
 step, or a mask that is wrong in one place, exceeds this limit.
 """
-
 
 SENTENCES = 32
 """The most sentences to examine: 140 tokens of each, with 4 beams, take 4 GB of logits."""
@@ -34,14 +33,14 @@ SENTENCES = 32
 
 @dataclass(frozen=True)
 class Noise:
-    """Errors of the logits of a call in half precision, over all tokens of the same texts.
+    """Errors of the log-probabilities of a call in half precision, over the same texts.
 
     An error is the root mean square difference from the log-probabilities that the toolkit computes
     with the same weights in float32.
 
     Attributes:
-        error: error of fastgen's logits, from the very call that generated the texts.
-        own: error of the toolkit's logits when it is forced to generate the same texts.
+        error: error of fastgen, or of another program, in the very call that generated the texts.
+        own: error of the toolkit when it is forced to generate the same texts.
     """
 
     error: float
@@ -49,27 +48,34 @@ class Noise:
 
     @property
     def explains(self) -> bool:
-        """Whether fastgen's error is at most `LIMIT` times the toolkit's."""
+        """Whether the error is at most `LIMIT` times the toolkit's."""
         return self.error <= LIMIT * self.own
 
     def __str__(self) -> str:
         return f"error of the logits {self.error:.2g}, of the toolkit's {self.own:.2g}"
 
 
-def noise(model: Any, inputs: Mapping[str, Tensor], options: Mapping[str, Any]) -> Noise:
+def noise(
+    model: Any,
+    inputs: Mapping[str, Tensor],
+    options: Mapping[str, Any],
+    generate: Callable[..., Any] | None = None,
+) -> Noise:
     """Measure the noise of a call of `generate`.
 
-    Generates once with fastgen. Then the toolkit is forced to generate the same texts, in float32
-    and in the model's own precision.
+    Generates once. Then the toolkit is forced to generate the same texts, in float32 and in the
+    model's own precision.
 
     Args:
         model: model in half precision. A temporary float32 copy of it is made.
         inputs: tensors of B rows each; at most `SENTENCES` rows are used.
         options: the other arguments of `generate`. With several beams, only the returned sequences
             count.
+        generate: the program to examine, with the arguments of `model.generate`; None for fastgen.
     """
     inputs = {name: value[:SENTENCES] for name, value in inputs.items()}
-    run = model.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+    scored = dict(options) | {"return_dict_in_generate": True, "output_logits": True}
+    run = (generate or model.generate)(**inputs, **scored)
     texts, prompt = run.sequences, prompt_length(run)
     returned = len(texts) // len(next(iter(inputs.values())))
     rows = {name: value.repeat_interleave(returned, 0) for name, value in inputs.items()}
@@ -94,15 +100,16 @@ def _of_returned(run: Any) -> list[Tensor]:
 
 def _forced(model: Any, inputs: Mapping[str, Tensor], texts: Tensor, prompt: int) -> list[Tensor]:
     """Return the toolkit's logits (B, V) of every step when it is forced to generate `texts`."""
-    wanted: list[list[int]] = texts.tolist()
-    seen = set(texts.flatten().tolist())
+    wanted: list[list[int]] = cast(Any, texts).tolist()
+    seen = {token for row in wanted for token in row}
     unused = next(token for token in range(len(seen) + 1) if token not in seen)
-    with fastgen.disabled():
+    forced: Callable[[int, Tensor], list[int]] = lambda row, ids: [wanted[row][len(ids)]]  # noqa: E731
+    with engine.disabled():
         run = model.generate(
             **inputs, num_beams=1, num_return_sequences=1, do_sample=False,
             max_new_tokens=texts.shape[1] - prompt,
             eos_token_id=unused,  # so that no text ends early
-            prefix_allowed_tokens_fn=lambda row, ids: [wanted[row][len(ids)]],
+            prefix_allowed_tokens_fn=forced,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
     return list(run.logits)
@@ -116,12 +123,16 @@ def _is_generated(texts: Tensor, ends: set[int]) -> Tensor:
 
 def _distance(logits: list[Tensor], exact: list[Tensor], generated: Tensor) -> float:
     """Return the RMS difference of two runs' log-probabilities at the generated tokens."""
+    return root_mean_square(
+        one[rows].float().log_softmax(-1) - other[rows].float().log_softmax(-1)
+        for one, other, rows in zip(logits, exact, generated.T, strict=True)
+    )
+
+
+def root_mean_square(differences: Iterable[Tensor]) -> float:
+    """Return the root mean square over all elements of several tensors; 0 if there are none."""
     squares, count = 0.0, 0
-    for step, (one, other) in enumerate(zip(logits, exact, strict=True)):
-        rows = generated[:, step]
-        difference = one[rows].float().log_softmax(-1) - other[rows].float().log_softmax(-1)
-        squares, count = (
-            squares + float(difference.double().square().sum()),
-            count + difference.numel(),
-        )
+    for difference in differences:
+        squares += float(difference.double().square().sum())
+        count += difference.numel()
     return math.sqrt(squares / count) if count else 0.0

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+import fastgen
 from fastgen.cli.bench.agreement import Agreement
 from fastgen.cli.bench.measure import Verdict, compare
-from fastgen.cli.bench.noise import LIMIT, Noise, noise
+from fastgen.patches.transformers.introspection.noise import LIMIT, Noise, noise
 from tests.support import zoo
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -83,6 +84,24 @@ def test_a_verdict_keeps_the_times():
     assert len(outcome.rounds) == 3
     assert not outcome.equal
     assert outcome.to_dict()["within_noise"]
+
+
+def test_another_program_is_judged_by_its_own_error():
+    """A peer that reads another mask is wrong, although fastgen's logits are right."""
+    model = _model("gpt2", torch.bfloat16)
+    inputs, options = zoo.batch(model, 4, 9), {"max_new_tokens": 12}
+
+    def peer(**arguments):
+        mask = arguments["attention_mask"].clone()
+        mask[:, -2] = 0
+        with fastgen.disabled():
+            return model.generate(**arguments | {"attention_mask": mask})
+
+    stock = model.generate(**inputs, **options)
+    other = stock.clone()
+    other[1, -1] += 1
+    assert Agreement(model, inputs, options)(stock, other).agrees
+    assert not Agreement(model, inputs, options, peer)(stock, other).agrees
 
 
 def test_what_rounding_does_not_explain_has_no_times():
