@@ -127,8 +127,8 @@ def api() -> str:
 
 API = (
     (
-        "What has run, and what would run",
-        "Call `status` after your calls and `explain` before one.",
+        "Status and prediction",
+        "`status` reports the calls that have run; `explain` predicts one without running it.",
         (
             "status", "explain", "patches.engine.status.Status", "patches.engine.status.Row",
             "patches.engine.status.ToolkitRow",
@@ -137,25 +137,25 @@ API = (
         ),
     ),
     (
-        "On and off",
-        "`import fastgen` switches it on. `disabled` runs the toolkit's own code in one block.",
+        "Enabling and disabling",
+        "`import fastgen` enables it. `disabled` runs the toolkit's own code in one block.",
         ("disabled", "enable", "disable"),
     ),
     (
         "Many sentences",
-        "`generate_stream` makes batches of like lengths and keeps the order ([guide](stream.md)).",
+        "`generate_stream` makes batches of similar lengths and keeps order ([guide](stream.md)).",
         ("generate_stream",),
     ),
     (
-        "Scores of texts",
+        "Scoring",
         "`score` gives log-probabilities and perplexity ([guide](supported.md#scoring)).",
         ("score", "patches.transformers.introspection.score.TextScore"),
     ),
-    ("Memory", "`release` gives back what is kept between calls.", ("release",)),
+    ("Memory", "`release` frees the memory that is kept between calls.", ("release",)),
     (
-        "A small and a large model",
+        "Big-little decoding",
         (
-            "`bild` is for fairseq; in transformers pass `assistant_model` to `generate` "
+            "`bild` is for fairseq; with transformers, pass `assistant_model` to `generate` "
             "([guide](bild.md))."
         ),
         ("bild",),
@@ -175,20 +175,20 @@ API = (
     ),
     (
         "Corpora",
-        "These modules are what `fastgen generate` is made of ([guide](corpus.md)).",
+        "`fastgen generate` uses these modules ([guide](corpus.md)).",
         ("corpus\n    options:\n      show_submodules: true",),
     ),
     (
         "Ray",
         (
-            "`Generator` maps over Ray Data, `Server` and `app` serve with Ray Serve "
+            "`Generator` maps over a Ray dataset; `Server` and `app` serve with Ray Serve "
             "([guide](cluster.md))."
         ),
         ("ray.Generator", "ray.Server", "ray.app"),
     ),
     (
         "Warnings and errors",
-        "Wrong arguments raise `ValueError` or `TypeError`; these are the rest.",
+        "Wrong arguments raise `ValueError` or `TypeError`; fastgen has these classes of its own.",
         (
             "FastgenWarning", "patches.engine.patch.FallbackError",
             "patches.engine.patch.PatchError",
