@@ -27,11 +27,16 @@ from fastgen.ops.native import build
 from fastgen.ops.selection.kbest import best_of_log_probs, best_of_log_probs_reference
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from tests import native_fuzz
-from tests.support import zoo
+from tests.support import emulated, zoo
 from tests.support.beam_choices import assert_alike, choice
 from tests.support.poison import poison
 
 ROOT = Path(__file__).parents[2]
+SKIPPED = pytest.mark.skip(reason="no library for this processor")
+EMULATED = pytest.param(
+    emulated.VARIANT,
+    marks=pytest.mark.skipif(emulated.why_not() is not None, reason=str(emulated.why_not())),
+)
 INF = torch.inf
 SHAPES = [
     # B, M, Hkv, groups, N, D
@@ -56,17 +61,21 @@ SHAPES = [
 ]
 
 
-NONE = pytest.param("", marks=pytest.mark.skip(reason="no library for this processor"))
-
-
-@pytest.fixture(params=native_fuzz.variants() or [NONE])
+@pytest.fixture(
+    params=[
+        *(native_fuzz.variants() or [pytest.param("", marks=SKIPPED)]),
+        *([] if emulated.VARIANT in native_fuzz.variants() else [EMULATED]),
+    ]
+)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Run operations by the library for one instruction set, whatever FASTGEN_OPS is.
 
-    Memory that they do not write is poisoned.
+    Memory that they do not write is poisoned. The library for Arm runs under QEMU on an x86-64
+    machine.
     """
     try:
-        by = native.load(request.param)
+        emulate = request.param == emulated.VARIANT not in native_fuzz.variants()
+        by = emulated.load() if emulate else native.load(request.param)
     except OSError as error:
         if shutil.which("cc") and sys.platform == "linux":
             raise
@@ -440,6 +449,8 @@ def test_choice_between_equals(variant: str) -> None:
 
 
 def test_library_of_other_sources(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variant not in native_fuzz.variants():
+        pytest.skip("this process cannot load the library")
     monkeypatch.setattr(build, "fingerprint", lambda: 7)
     with pytest.raises(OSError, match=r"was made from other sources; .*build\.py` makes it anew"):
         native.load(variant)

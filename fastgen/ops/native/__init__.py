@@ -43,7 +43,7 @@ FEW_HEADS, FEW_SCORES = 16, 64
 """
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
+SIGNATURES: dict[str, tuple[Any, ...]] = {
     "beam_attention": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT, *[_INTEGER] * 12),
     "log_softmax": (*[_POINTER] * 2, *[_INTEGER] * 3),
     "k_best": (*[_POINTER] * 7, *[_INTEGER] * 7),
@@ -59,6 +59,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "add_tokens": (*[_POINTER] * 2, *[_INTEGER] * 5),
     "add_repeats": (*[_POINTER] * 3, *[_INTEGER] * 9),
 }
+"""Arguments of the operations, after `run` and the number of threads."""
+
 _RETURNS_NOTHING = ("log_softmax", "product", "add_tokens", "add_repeats")
 
 BEHIND: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
@@ -144,10 +146,10 @@ def load(variant: str) -> Library:
     handle.made_from.restype = ctypes.c_uint32
     if handle.made_from() != build.fingerprint():
         raise OSError(f"{path} was made from other sources; {how} anew")
-    for name, arguments in _SIGNATURES.items():
+    for name, arguments in SIGNATURES.items():
         getattr(handle, name).argtypes = (_POINTER, ctypes.c_uint, *arguments)
         getattr(handle, name).restype = None if name in _RETURNS_NOTHING else ctypes.c_int
-    operations = {name: getattr(handle, name) for name in _SIGNATURES}
+    operations = {name: getattr(handle, name) for name in SIGNATURES}
     return Library(
         **operations,
         panel=handle.panel(),
