@@ -343,14 +343,15 @@ def _nucleus(rig: Rig, r: int, v: int, left: int) -> tuple[Call, Call]:
     """
     from transformers.generation.logits_process import TopPLogitsWarper
 
-    from fastgen.decoding.logits.transforms import Text, TopP
+    from fastgen.decoding.logits.text import Text
+    from fastgen.decoding.logits.top_p import TopP
 
     logits = rig.randn(r, v) * 5
     if left:
         logits = logits.masked_fill(logits < logits.topk(left).values[:, -1:], -torch.inf)
     warper, text = TopPLogitsWarper(0.9), Text(rig.integers(v, r, 1), 1)
-    edit = TopP(0.9, 1, warper)
-    return lambda: warper(text.ids, logits), lambda: edit(logits, text)
+    transform = TopP(0.9, 1, warper)
+    return lambda: warper(text.ids, logits), lambda: transform(logits, text)
 
 
 def _parents(rig: Rig, b: int, m: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastgen.decoding.backends.native_beam_search import NativeBeamSearch
 from fastgen.decoding.backends.native_first_finished import NativeFirstFinished
 from fastgen.decoding.backends.native_sampling import NativeSampling
-from fastgen.decoding.logits.transforms import Text
+from fastgen.decoding.logits.text import Text
 
 # The output of a decode step: logits, or a prediction from which the search computes them.
 _Output = TypeVar("_Output")

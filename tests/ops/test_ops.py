@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor, TopPLogitsWarper
 
-from fastgen.decoding.logits.transforms import Text, TopP
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.top_p import TopP
 from fastgen.ops import beam_attention as attention_module
 from fastgen.ops import linear as linear_ops
 from fastgen.ops import native, processor
@@ -115,13 +116,13 @@ def test_top_p_asks_the_toolkit_for_rows_in_doubt(rows: int) -> None:
         asked.append(len(scores))
         return _warped(scores, 0.5, 1)
 
-    edit = TopP(0.5, 1, dense)
+    transform = TopP(0.5, 1, dense)
     scores = _randn(rows, 100) * 6
     scores[0, :] = -torch.inf
     scores[0, :3] = torch.tensor([0.5, 0.25, 0.25]).log()
     for _ in range(3):
         text = Text(torch.zeros(rows, 1, dtype=torch.int64), 1)
-        assert torch.equal(edit(scores, text), _warped(scores, 0.5, 1))
+        assert torch.equal(transform(scores, text), _warped(scores, 0.5, 1))
     assert set(asked) == {1}
 
 

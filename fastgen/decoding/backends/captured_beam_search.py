@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.backends.captured_selection import CapturedSelection
-from fastgen.decoding.logits.transforms import Text, phases
+from fastgen.decoding.logits.pipeline import phases
+from fastgen.decoding.logits.text import Text
 from fastgen.decoding.search.beam_search import BeamSearch, RowStepper, read
 from fastgen.models.cuda_graphs import graph
 from fastgen.ops.selection.choice import Candidates, Chosen, State

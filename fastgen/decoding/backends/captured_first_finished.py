@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.backends.captured_selection import CapturedSelection, not_captured
-from fastgen.decoding.logits.transforms import Text
+from fastgen.decoding.logits.text import Text
 from fastgen.decoding.search.finishing_rules import length_powers, per_power
 from fastgen.decoding.search.first_finished import (
     Candidates,

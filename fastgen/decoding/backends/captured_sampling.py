@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fastgen.decoding.backends.captured_selection import CapturedSelection
 from fastgen.decoding.batching.batch_compaction import leaving_now
-from fastgen.decoding.logits.transforms import Text, apply_transforms, phases
+from fastgen.decoding.logits.pipeline import apply_transforms, phases
+from fastgen.decoding.logits.text import Text
 from fastgen.decoding.search.beam_search import RowStepper
 from fastgen.decoding.search.sampling import Sampling, finished_rows
 from fastgen.models.cuda_graphs import graph

@@ -13,12 +13,14 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.logits.transforms import Ban, LogitsTransform, NGramBlock, Text
+from fastgen.decoding.logits.pipeline import phases
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.transform import LogitsTransform, NGrams
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.runtime.native_multistep_job import Prepared
 from fastgen.ops.dispatch import in_memory, plain
 from fastgen.ops.native import search as c
-from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
+from fastgen.ops.selection.token_mask import empty_mask
 
 MOST = 64
 """Maximum number of steps per C call for which banned tokens are computed ahead."""
@@ -53,12 +55,18 @@ class MultistepModel(Protocol):
 
 def able(stop: Stop, transforms: Sequence[LogitsTransform]) -> bool:
     """Return whether C supports these stopping criteria and transforms."""
-    return not stop.others and stop.longest is not None and all(map(_may_pass, transforms))
+    return (
+        not stop.others
+        and stop.longest is not None
+        and all(_runs_in_c(each) or each.by_length for each in transforms)
+    )
 
 
-def _may_pass(edit: LogitsTransform) -> bool:
-    """Return whether C implements a transform, or the transform may be idle at some lengths."""
-    return isinstance(edit, NGramBlock | Ban) or getattr(edit, "active", None) is not None
+def _runs_in_c(transform: LogitsTransform) -> bool:
+    """Return whether C applies the transform: n-grams, or one token mask for all texts."""
+    return transform.form == "token mask" and (
+        transform.ngrams is not None or not transform.reads_text
+    )
 
 
 class Steps:
@@ -66,11 +74,8 @@ class Steps:
 
     def __init__(self, stop: Stop, transforms: Sequence[LogitsTransform]) -> None:
         self.stop, self.transforms = stop, transforms
-        blocks = [
-            e
-            for e in transforms
-            if isinstance(e, NGramBlock) and (e.source is None or e.source.numel() > 0)
-        ]
+        ngrams = [each.ngrams for each in transforms if each.ngrams is not None]
+        blocks = [each for each in ngrams if each.source is None or each.source.numel() > 0]
         self._sources = [None if e.source is None else e.source.contiguous().cpu() for e in blocks]
         self._ngrams = (c.NGrams * len(blocks))(*map(_ngrams, blocks, self._sources))
         self.ends = (
@@ -78,9 +83,9 @@ class Steps:
             if stop.eos is None
             else stop.eos.to(torch.int64).cpu()
         )
-        self._sets: dict[tuple[tuple[bool, ...], int], Tensor] = {}
-        self._others = [e for e in transforms if not isinstance(e, NGramBlock | Ban)]
-        self._bans = [e for e in transforms if isinstance(e, Ban)]
+        self._masks: dict[tuple[tuple[int, ...], int], Tensor] = {}
+        self._others = [each for each in transforms if not _runs_in_c(each)]
+        self._bans = [each for each in transforms if _runs_in_c(each) and each.ngrams is None]
 
     def covers(self, sentences: int) -> bool:
         """Return whether C can read the n-gram sources, shared or one for each of `sentences`."""
@@ -95,11 +100,11 @@ class Steps:
         Returns:
             0 if a transform that C does not implement is active now.
         """
-        now = self._active(text.length)
+        now = phases(self._bans, text.length)
         for steps in range(MOST):
             length = text.length + steps
-            if self._active(length) != now or not all(
-                e.idle(_at(text, length)) for e in self._others
+            if phases(self._bans, length) != now or not all(
+                each.idle(_at(text, length)) for each in self._others
             ):
                 return steps
             if self.stop.longest is not None and length + 1 >= self.stop.longest:
@@ -151,24 +156,20 @@ class Steps:
         for reached in range(max(length, length + made - 2) + 1, length + made + 1):
             self.stop.ends_all(reached)
 
-    def _active(self, length: int) -> tuple[bool, ...]:
-        return tuple(ban.active(length) for ban in self._bans)
-
     def _banned(self, text: Text, vocabulary: int) -> Tensor | None:
         """Return the mask of tokens that are banned in all texts, or None if there are none."""
-        key = self._active(text.length), vocabulary
-        if not any(key[0]):
+        if not any(ban.active(text.length) for ban in self._bans):
             return None
-        if key not in self._sets:
+        key = phases(self._bans, text.length), vocabulary
+        if key not in self._masks:
             mask = empty_mask(1, vocabulary, torch.device("cpu"))
-            for ban, active in zip(self._bans, key[0], strict=True):
-                if active:
-                    add_tokens_(mask, ban.tokens[None], vocabulary)
-            self._sets[key] = mask
-        return self._sets[key]
+            for ban in self._bans:
+                ban.add_to_mask(mask, text, vocabulary)
+            self._masks[key] = mask
+        return self._masks[key]
 
 
-def _ngrams(block: NGramBlock, source: Tensor | None) -> c.NGrams:
+def _ngrams(block: NGrams, source: Tensor | None) -> c.NGrams:
     ngrams = c.NGrams(block.n, block.least)
     if source is not None:
         ngrams.source, ngrams.source_length = source.data_ptr(), source.shape[1]

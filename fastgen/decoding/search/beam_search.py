@@ -15,14 +15,14 @@ from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import Wanted, compacted, leaving_now
 from fastgen.decoding.kv_cache.ancestry import Ancestry
-from fastgen.decoding.logits.transforms import (
-    LogitsTransform,
-    Text,
+from fastgen.decoding.logits.pipeline import (
     apply_transforms,
+    bans_alone,
     keep_sentences,
-    only_ban,
-    sparse,
+    sparse_updates,
 )
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.finishing_rules import Merged, TransformersRule
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.memory.scratch import Memory
@@ -310,9 +310,9 @@ class BeamSearch:
         rows = logits.view(b, m, -1)
         if (
             not (self.trace.wanted or self.sample or self.exact)
-            and fused(rows, self.rule.candidates, only_ban(self.transforms, text))
+            and fused(rows, self.rule.candidates, bans_alone(self.transforms, text))
         ):  # fmt: skip
-            transforms = sparse(self.transforms, text, logits.shape[1])
+            transforms = sparse_updates(self.transforms, text, logits.shape[1])
             if transforms is not None:  # the fused kernel never materialises log-probabilities
                 best = kbest(rows, self.scores, self.rule.candidates, transforms)
                 return (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgen.constraints import Constraint, Progress
-from fastgen.decoding.logits.transforms import apply_transforms
+from fastgen.decoding.logits.pipeline import apply_transforms
 from fastgen.decoding.search.beam_search import RowStepper
 from fastgen.decoding.search.pooled_beam_search import Next, PooledBeams, next_of
 from fastgen.ops.selection.kbest import best_of_log_probs

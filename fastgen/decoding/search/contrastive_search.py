@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import compacted, leaving_now
-from fastgen.decoding.logits.transforms import (
-    LogitsTransform,
-    Text,
-    apply_transforms,
-    keep_sentences,
-)
+from fastgen.decoding.logits.pipeline import apply_transforms, keep_sentences
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.beam_search import RowStepper, Trace
 from fastgen.decoding.search.sampling import chosen_of
 from fastgen.decoding.search.stopping import Stop

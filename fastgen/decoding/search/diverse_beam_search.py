@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.decoding.logits.transforms import Ban, NGramBlock, Only, apply_transforms
+from fastgen.decoding.logits.pipeline import apply_transforms
 from fastgen.decoding.search.beam_search import RowStepper
 from fastgen.decoding.search.pooled_beam_search import Next, PooledBeams, next_of
 from fastgen.ops.selection.kbest import best_of_log_probs
@@ -22,7 +22,7 @@ class DiverseBeamSearch(PooledBeams):
     Args:
         penalty: subtracted from a token's log-probability for each beam of an earlier group that
             selected the token in the same step.
-        edits_before: number of leading transforms that are applied before the penalty.
+        transforms_before: number of leading transforms that are applied before the penalty.
     """
 
     penalty: float
@@ -40,7 +40,7 @@ class DiverseBeamSearch(PooledBeams):
             self.transforms[self.transforms_before :],
         )
         # Bans commute with the penalty: -inf stays -inf.
-        if all(isinstance(transform, NGramBlock | Ban | Only) for transform in after):
+        if all(transform.form == "token mask" for transform in after):
             before, after = self.transforms, ()
         log_probs = apply_transforms(log_probs, self.text, before).view(b, m, -1)
         vocabulary = log_probs.shape[2]

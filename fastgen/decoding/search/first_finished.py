@@ -16,7 +16,8 @@ from torch import Tensor
 from fastgen.decoding.batching.batch_compaction import compacted, leaving_now
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.room import room_for
-from fastgen.decoding.logits.transforms import LogitsTransform, Text
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.ops.selection.kbest import LogitsUpdates, best_of_log_probs, kbest
 from fastgen.ops.tables import Table, extend_rows_
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import compacted, leaving_now
-from fastgen.decoding.logits.transforms import LogitsTransform, Text, keep_sentences
+from fastgen.decoding.logits.pipeline import keep_sentences
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.beam_search import RowStepper, Trace
 from fastgen.decoding.search.hypothesis_pools import Hypothesis, Pool, Ranking, best_of
 from fastgen.decoding.search.stopping import Stop

@@ -9,12 +9,9 @@ from torch import Tensor
 
 from fastgen.decoding.batching.batch_compaction import Wanted, compacted, leaving_now
 from fastgen.decoding.batching.stable_prefix import OnTokens
-from fastgen.decoding.logits.transforms import (
-    LogitsTransform,
-    Text,
-    apply_transforms,
-    keep_sentences,
-)
+from fastgen.decoding.logits.pipeline import apply_transforms, keep_sentences
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.beam_search import RowStepper, Trace
 from fastgen.decoding.search.stopping import Stop
 from fastgen.ops.selection.kbest import argmax

@@ -15,7 +15,7 @@ so a token of the large model is never replaced again.
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,13 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.decoding.batching.batch_compaction import compacted, leaving_now
-from fastgen.decoding.logits.transforms import (
-    LogitsTransform,
-    NGramBlock,
-    Penalty,
-    Text,
-    apply_transforms,
-)
+from fastgen.decoding.logits.pipeline import apply_transforms
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.stopping import Stop
 from fastgen.decoding.speculative.adaptive_drafting import Pace
 from fastgen.decoding.speculative.policies import Place, Policy
@@ -367,7 +363,7 @@ class Bild:
         if self.vocabulary not in (None, scores.shape[1]):
             missing = self.vocabulary - scores.shape[1]
             scores = F.pad(scores[:, : self.vocabulary], (0, max(0, missing)), value=-torch.inf)
-        return self._edited(scores, places), places
+        return self._transformed(scores, places), places
 
     def _tokens(self, text: _Text, start: int, end: int) -> list[int]:
         """Return tokens `start` to `end` of a text; -1 is the last token of its prompt."""
@@ -375,7 +371,7 @@ class Bild:
             text.tokens[start:end] if start >= 0 else [self._last[text.index], *text.tokens[:end]]
         )
 
-    def _edited(self, scores: Tensor, places: Sequence[Place]) -> Tensor:
+    def _transformed(self, scores: Tensor, places: Sequence[Place]) -> Tensor:
         """Apply the transforms to scores (N, V), one text length at a time."""
         if not self.transforms:
             return scores
@@ -417,11 +413,10 @@ class Bild:
             self.events[text.index].append((kind, place, token))
 
 
-def _of_texts(edit: LogitsTransform, texts: list[int]) -> LogitsTransform:
+def _of_texts(transform: LogitsTransform, texts: list[int]) -> LogitsTransform:
     """Return a transform restricted to these texts, if it holds state of every text."""
-    if isinstance(edit, NGramBlock) and edit.source is not None and len(edit.source) > 1:
-        return replace(edit, source=edit.source[texts])
-    if isinstance(edit, Penalty) and isinstance(edit.start, Tensor):
-        edit = copy(edit)
-        edit.keep(torch.tensor(texts, dtype=torch.int64, device="cpu"))
-    return edit
+    if not transform.depends_on_rows:
+        return transform
+    transform = copy(transform)
+    transform.keep_sentences(torch.tensor(texts, dtype=torch.int64, device="cpu"), 1)
+    return transform

@@ -82,6 +82,12 @@ def is_toolkits(forward: Any) -> bool:
     return True
 
 
+def toolkit_class(thing: Any) -> type | None:
+    """Return the class of a callable object; None if its `__call__` is not toolkit code."""
+    kind = type(thing)
+    return kind if is_toolkits(kind.__call__) else None
+
+
 def runs_its_class(module: nn.Module) -> bool:
     """Return whether a module has no forward other than its class's own."""
     own = module.__dict__.get("forward")

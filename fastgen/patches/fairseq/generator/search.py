@@ -5,18 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.logits.transforms import (
-    Ban,
-    LogitsTransform,
-    NGramBlock,
-    Only,
-    Text,
-    TokenBias,
-    apply_transforms,
-    only_ban,
-    phases,
-    sparse,
-)
+from fastgen.decoding.logits.ngram_block import NGramBlock
+from fastgen.decoding.logits.pipeline import apply_transforms, bans_alone, phases, sparse_updates
+from fastgen.decoding.logits.sequence_bias import SequenceBias
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.token_ban import OnlyToken, TokenBan
+from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.first_finished import (
     Candidates,
     FirstFinished,
@@ -50,27 +44,23 @@ class Beam:
         self.ngram = 0 if blocker is None else int(blocker.no_repeat_ngram_size)
         # fairseq's options, in its order. Those in `free` do not apply within a prefix.
         self.first: list[LogitsTransform] = [
-            Ban(torch.tensor([generator.pad], device=device, dtype=torch.int64), lambda _: True)
+            TokenBan(torch.tensor([generator.pad], device=device, dtype=torch.int64))
         ]
         if generator.unk_penalty:
-            offset = torch.tensor([-generator.unk_penalty], dtype=torch.float32, device=device)
-            self.first.append(
-                TokenBias(torch.tensor([generator.unk], device=device, dtype=torch.int64), offset)
-            )
-        self.first.append(Only(generator.eos, lambda length: length > longest))
+            self.first.append(SequenceBias({(generator.unk,): -generator.unk_penalty}))
+        self.first.append(OnlyToken(generator.eos, lambda length: length > longest))
         self.free: list[LogitsTransform] = [
-            Ban(
+            TokenBan(
                 torch.tensor([generator.eos], device=device, dtype=torch.int64),
                 lambda length: length <= generator.min_len,
             )
         ]
         if generator.token_indices_to_suppress is not None:
             self.free.append(
-                Ban(
+                TokenBan(
                     _in_vocabulary(generator.token_indices_to_suppress, generator.vocab_size).to(
                         device
-                    ),
-                    lambda _: True,
+                    )
                 )
             )
         self.last: list[LogitsTransform] = (
@@ -81,7 +71,7 @@ class Beam:
         count, logits = len(state.running), prediction.logits
         if logits is not None and not self._in_prefix(state.step):
             rows, text = logits.view(count, -1, logits.shape[1]), _text(state, logits)
-            if fused(rows, count_of(rows, state.beams), only_ban(self.transforms, text)):
+            if fused(rows, count_of(rows, state.beams), bans_alone(self.transforms, text)):
                 return self.of_logits(rows, text, state.running_scores(rows.shape[1]), state.beams)
         log_probs = self.apply_transforms(prediction.log_probs(), state)
         if state.step == 0 and log_probs.shape[0] != count:
@@ -90,8 +80,8 @@ class Beam:
         return best(rows, state.running_scores(rows.shape[1]), state.beams)
 
     def of_logits(self, logits: Tensor, text: Text, scores: Tensor, beams: int) -> Candidates:
-        transforms = sparse(self.transforms, text, logits.shape[2])
-        assert transforms is not None  # all are sparse, and only one of them changes scores
+        transforms = sparse_updates(self.transforms, text, logits.shape[2])
+        assert transforms is not None  # none is dense, and no bias can be followed by a penalty
         return best_of_logits(logits, scores, beams, transforms)
 
     def phase(self, step: int) -> tuple[int, ...] | None:

@@ -24,6 +24,7 @@ from fastgen.decoding.speculative.bild import Bild, Counts
 from fastgen.decoding.speculative.bild_options import Options
 from fastgen.decoding.speculative.policies import Drawn, Likeliest, Policy, Rejection
 from fastgen.models.build.introspection import NotFused
+from fastgen.models.routing.instance import toolkit_class
 from fastgen.models.routing.routes import routed
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.early_exit import early_exit
@@ -37,15 +38,13 @@ from fastgen.patches.transformers.generate.decide import check_model, decide
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
 from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.logits_processors import (
-    kind_of,
-    known,
-    rowwise,
-    stop_of,
+    batchwise_processor,
     transforms_of,
 )
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.report import note_served
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
+from fastgen.patches.transformers.generate.stopping_criteria import stop_of, unknown_criterion
 
 WIDTH = 2
 """Drafted tokens per step of a beam search, as a multiple of the number of beams."""
@@ -251,14 +250,16 @@ def _check_call(call: Call) -> None:
             raise ValueError(
                 f"big-little decoding returns tokens and counts: {name}=True is not possible"
             )
-    if (name := known(call.stopping_criteria)) is not None:
+    if (name := unknown_criterion(call.stopping_criteria)) is not None:
         raise ValueError(
             f"big-little decoding cannot tell for single tokens where a {name} ends a text"
         )
     several = call.input_ids.shape[0] > 1
     allowed = _OF_A_TEXT if several else (*_OF_A_TEXT, *_OF_ONE_TEXT)
-    others = [processor for processor in call.logits_processor if kind_of(processor) not in allowed]
-    if (name := rowwise(others)) is not None:
+    others = [
+        processor for processor in call.logits_processor if toolkit_class(processor) not in allowed
+    ]
+    if (name := batchwise_processor(others)) is not None:
         why = "may look at the whole batch" if several else "may remember what it was asked before"
         raise ValueError(
             "big-little decoding asks logits processors of some texts at a time, "

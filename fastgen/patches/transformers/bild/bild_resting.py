@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastgen.decoding.speculative.bild import Counts
 from fastgen.patches.transformers.bild import bild
-from fastgen.patches.transformers.generate.logits_processors import stop_of
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.report import CallReport
+from fastgen.patches.transformers.generate.stopping_criteria import stop_of
 
 
 def rests(call: Call, asked: bild.DraftingRequest) -> bool:

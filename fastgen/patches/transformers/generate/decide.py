@@ -29,7 +29,8 @@ from fastgen.patches.transformers.cache.shared_cache import parts_of
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate import captured_module_step, first_tokens, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method, method_of
-from fastgen.patches.transformers.generate.logits_processors import known, rowwise
+from fastgen.patches.transformers.generate.logits_processors import batchwise_processor
+from fastgen.patches.transformers.generate.stopping_criteria import unknown_criterion
 
 
 def decide(
@@ -447,7 +448,7 @@ def _reason_not_to_drop(
         return reason
     if (name := _not_by_rows(kwargs, input_ids.shape[0])) is not None:
         return f"{name} has no entry for each row"
-    name = rowwise(processors) or known(criteria)
+    name = batchwise_processor(processors) or unknown_criterion(criteria)
     return None if name is None else f"{name} may look at the whole batch"
 
 

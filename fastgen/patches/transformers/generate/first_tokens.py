@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.logits.transforms import Force, Text
+from fastgen.decoding.logits.forced_tokens import ForcedTokens
+from fastgen.decoding.logits.text import Text
 
 
 def of_sentences(forced: Any) -> Tensor | None:
@@ -65,7 +66,9 @@ def force(original: Callable[..., Tensor], self: Any, input_ids: Tensor, scores:
         raise ValueError(
             f"forced_bos_token_id has {len(tokens)} tokens, which do not divide {len(scores)} rows"
         )
-    return Force(tokens, lambda _: True, by_sentence=True)(scores, Text(input_ids, prompt_length=1))
+    return ForcedTokens(tokens, lambda _: True, by_sentence=True)(
+        scores, Text(input_ids, prompt_length=1)
+    )
 
 
 class Beside:

@@ -16,7 +16,8 @@ from fastgen.decoding.backends.captured_beam_search import CapturedBeamSearch
 from fastgen.decoding.backends.captured_sampling import CapturedSampling
 from fastgen.decoding.backends.captured_selection import not_captured
 from fastgen.decoding.batching.stable_prefix import StablePrefix
-from fastgen.decoding.logits.transforms import LogitsTransform, capturable
+from fastgen.decoding.logits.pipeline import capturable
+from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.loop import decode
 from fastgen.decoding.plan import Unsupported
 from fastgen.decoding.search.beam_search import BeamSearch
@@ -35,24 +36,29 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call, bild_resting
 from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.encoders import unpadded_encoder
-from fastgen.patches.transformers.generate import legacy_loops, legacy_search, sequence_scores
+from fastgen.patches.transformers.generate import legacy_loops, legacy_search
 from fastgen.patches.transformers.generate.decide import decide, method_named
 from fastgen.patches.transformers.generate.generation_call import (
     GenerationCall,
     call_of,
     requesting,
 )
-from fastgen.patches.transformers.generate.logits_processors import (
-    bounded,
-    fill_of,
-    stop_of,
-    transforms_of,
-)
+from fastgen.patches.transformers.generate.logits_processors import transforms_of
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
-from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
+from fastgen.patches.transformers.generate.outputs import (
+    Decoding,
+    Scored,
+    fields,
+    sequence_scores,
+    vocabulary,
+)
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, setting_of
-from fastgen.patches.transformers.generate.sequence_scores import Scored
+from fastgen.patches.transformers.generate.stopping_criteria import (
+    fill_of,
+    normalized_config,
+    stop_of,
+)
 from fastgen.patches.transformers.introspection import parity
 from fastgen.patches.transformers.streaming import beam_streamer, split, suspend
 from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
@@ -175,7 +181,7 @@ def beam_search(
     streamer = beam_streamer.followed_by(model_kwargs)
     if streamer is not None:
         del model_kwargs["streamer"]
-    config, request = bounded("beam", generation_config, stopping_criteria), call_of(self)
+    config, request = normalized_config("beam", generation_config, stopping_criteria), call_of(self)
     call = Call(
         self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs,
         streamer, request.scored, request.wanted, request.on_tokens,
@@ -213,7 +219,8 @@ def sample(
     **model_kwargs: Any,
 ) -> Any:
     """Replace `GenerationMixin._sample`; unsupported calls run the original."""
-    config, request = bounded("sample", generation_config, stopping_criteria), call_of(self)
+    config = normalized_config("sample", generation_config, stopping_criteria)
+    request = call_of(self)
     call = Call(
         self, input_ids, logits_processor, stopping_criteria, config, synced_gpus, model_kwargs,
         streamer, request.scored, request.wanted, request.on_tokens,
@@ -465,7 +472,7 @@ def _of_samples(call: Call, model: ModuleStepper, sampling: Sampling) -> Any:
     if call.streamer is not None:
         call.streamer.end()
     if sampling.trace.chosen is not None:
-        return Scored(sampling.outcome, sequence_scores.summed(sampling.trace.chosen))
+        return Scored(sampling.outcome, sequence_scores(sampling.trace.chosen))
     if not call.config.return_dict_in_generate:
         return sampling.outcome
     output = fields(call, model, sampling.trace) | {"sequences": sampling.outcome}

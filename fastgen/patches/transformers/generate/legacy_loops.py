@@ -25,11 +25,17 @@ from fastgen.patches.transformers.cache.shared_cache import parts_of
 from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.legacy_search import Method
-from fastgen.patches.transformers.generate.logits_processors import stop_of, transforms_of
+from fastgen.patches.transformers.generate.logits_processors import transforms_of
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
-from fastgen.patches.transformers.generate.outputs import Decoding, fields, vocabulary
-from fastgen.patches.transformers.generate.sequence_scores import Scored, summed
+from fastgen.patches.transformers.generate.outputs import (
+    Decoding,
+    Scored,
+    fields,
+    sequence_scores,
+    vocabulary,
+)
+from fastgen.patches.transformers.generate.stopping_criteria import stop_of
 
 
 def widened(call: Call) -> Call:
@@ -188,7 +194,7 @@ def _of_contrastive(call: Call, model: ModuleStepper, search: ContrastiveSearch)
     if call.streamer is not None:
         call.streamer.end()
     if search.trace.chosen is not None:
-        return Scored(search.outcome, summed(search.trace.chosen))
+        return Scored(search.outcome, sequence_scores(search.trace.chosen))
     if not call.config.return_dict_in_generate:
         return search.outcome
     output = fields(call, model, search.trace)

@@ -22,8 +22,9 @@ from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
 from fastgen.patches.transformers.generate import legacy_search
-from fastgen.patches.transformers.generate.logits_processors import known, rowwise
+from fastgen.patches.transformers.generate.logits_processors import batchwise_processor
 from fastgen.patches.transformers.generate.resolve_setting import Settings
+from fastgen.patches.transformers.generate.stopping_criteria import unknown_criterion
 from fastgen.patches.transformers.introspection.noise import HALVES, noise
 
 _lock = threading.RLock()
@@ -181,7 +182,7 @@ def _reason_not_to_repeat(model: Any, call: dict[str, Any]) -> str | None:
     for name in (*sorted(CACHE_ARGUMENTS), "assistant_model", "custom_generate"):
         if call.get(name) is not None:
             return f"{name} is given"
-    stateful = rowwise(call.get("logits_processor") or ()) or known(
+    stateful = batchwise_processor(call.get("logits_processor") or ()) or unknown_criterion(
         call.get("stopping_criteria") or ()
     )
     if stateful is not None:

@@ -27,9 +27,9 @@ from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search
 from fastgen.patches.transformers.generate.decide import check_model, rows_of
-from fastgen.patches.transformers.generate.logits_processors import bounded
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import Settings
+from fastgen.patches.transformers.generate.stopping_criteria import normalized_config
 from fastgen.patches.transformers.streaming import beam_streamer
 
 
@@ -187,7 +187,7 @@ def _loop(name: str) -> Callable[..., NoReturn]:
             input_ids, kwargs = widened.input_ids, widened.model_kwargs
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
         loop = _LOOPS[name]
-        config = bounded(loop, generation_config, stopping_criteria)
+        config = normalized_config(loop, generation_config, stopping_criteria)
         raise _Reached(
             Prepared(loop, input_ids, logits_processor, stopping_criteria, config, kwargs)
         )

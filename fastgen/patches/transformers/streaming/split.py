@@ -18,8 +18,9 @@ from fastgen.patches.transformers.generate.decide import decide
 from fastgen.patches.transformers.generate.first_tokens import of_sentences
 from fastgen.patches.transformers.generate.generation_call import in_part
 from fastgen.patches.transformers.generate.legacy_search import method_of
-from fastgen.patches.transformers.generate.logits_processors import fill_of, has_rows
-from fastgen.patches.transformers.generate.sequence_scores import Scored
+from fastgen.patches.transformers.generate.logits_processors import has_rows
+from fastgen.patches.transformers.generate.outputs import Scored
+from fastgen.patches.transformers.generate.stopping_criteria import fill_of
 from fastgen.patches.transformers.introspection.prepared import (
     Prepared,
     generates_segments,

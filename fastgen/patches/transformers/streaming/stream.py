@@ -14,10 +14,10 @@ from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild_call
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS, INSTALLED
-from fastgen.patches.transformers.generate import first_tokens, sequence_scores
+from fastgen.patches.transformers.generate import first_tokens
 from fastgen.patches.transformers.generate.generation_call import requesting
+from fastgen.patches.transformers.generate.outputs import Scored, scored_by_transformers
 from fastgen.patches.transformers.generate.resolve_setting import setting_of
-from fastgen.patches.transformers.generate.sequence_scores import Scored
 from fastgen.patches.transformers.streaming.refill import Batch, Refill, what_wraps_generate
 from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 
@@ -265,7 +265,7 @@ class _Stream:
                 if isinstance(result, Scored | SuspendedDecode):
                     return result
             self.by_transformers = True
-        return sequence_scores.by_transformers(self.model, inputs, kwargs, self.ends)
+        return scored_by_transformers(self.model, inputs, kwargs, self.ends)
 
     def _each(self, batch: Batch, output: Any) -> Iterator[Any]:
         """Return the results to yield for the sentences of a batch."""

@@ -24,7 +24,12 @@ from transformers.generation.stopping_criteria import (
 import fastgen
 from fastgen.decoding import loop
 from fastgen.decoding.backends import native_multistep
-from fastgen.decoding.logits.transforms import Ban, NGramBlock, Penalty, Text
+from fastgen.decoding.logits.forced_tokens import ForcedTokens
+from fastgen.decoding.logits.ngram_block import NGramBlock
+from fastgen.decoding.logits.repetition_penalty import RepetitionPenalty
+from fastgen.decoding.logits.text import Text
+from fastgen.decoding.logits.token_ban import OnlyToken, TokenBan
+from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search import beam_search, sampling
 from fastgen.decoding.search.near_ties import closest_decision
 from fastgen.models.runtime import native_step
@@ -458,20 +463,16 @@ def test_drafted_steps_are_not_passed_over(variant: str) -> None:  # noqa: F811
 def test_how_long_the_same_is_banned() -> None:
     text = Text(torch.zeros(2, 5, dtype=torch.int64), 1)
     stop = native_multistep.Stop(torch.tensor([2]), [lambda length: length >= 30], longest=30)
-    assert native_multistep.Steps(stop, []).alike(text) == 25
-    assert (
-        native_multistep.Steps(stop, [Ban(torch.tensor([7]), lambda length: length < 9)]).alike(
-            text
-        )
-        == 4
-    )
-    assert (
-        native_multistep.Steps(stop, [NGramBlock(2), Ban(torch.tensor([7]), lambda _: True)]).alike(
-            text
-        )
-        == 25
-    )
-    penalty = Penalty(1.2, 0, lambda ids, scores: scores)
+
+    def steps(*transforms: LogitsTransform) -> int:
+        return native_multistep.Steps(stop, transforms).alike(text)
+
+    assert steps() == 25
+    assert steps(TokenBan(torch.tensor([7]), lambda length: length < 9)) == 4
+    assert steps(OnlyToken(7, lambda length: length == 9)) == 4
+    assert steps(ForcedTokens(torch.tensor([7]), lambda length: length == 9)) == 4
+    assert steps(NGramBlock(2), TokenBan(torch.tensor([7]))) == 25
+    penalty = RepetitionPenalty(1.2, 0, lambda ids, scores: scores)
     assert not native_multistep.able(stop, [penalty])
     assert not native_multistep.able(
         native_multistep.Stop(torch.tensor([2]), [lambda _: False]), []
