@@ -52,6 +52,22 @@ def test_tables_are_those_of_the_records(page: Path) -> None:
     )
 
 
+def test_the_example_of_a_logits_processor_is_the_code() -> None:
+    section = re.search(
+        r"^## Add a logits processor\n(.*?)^## ", FRONT[1].read_text("utf-8"), re.M | re.S
+    )
+    assert section is not None
+    for step in re.split(r"^\d\. ", section[1], flags=re.M)[1:]:
+        named = re.match(r"`([^`]+)`", step)
+        assert named is not None
+        code = (ROOT / named[1]).read_text("utf-8")
+        blocks = re.findall(r"(?:^ {7}.*\n|\n(?= {7}))+", step, re.M)
+        assert blocks, named[1]
+        for block in blocks:
+            lines = [line[7:] for line in block.splitlines()]
+            assert re.sub(r"\s+", " ", "\n".join(lines)).strip() in re.sub(r"\s+", " ", code)
+
+
 def test_every_table_has_its_place() -> None:
     names = [
         name for page in PAGES for _, name, _, _ in tables.PLACE.findall(page.read_text("utf-8"))

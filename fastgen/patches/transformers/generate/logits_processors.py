@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.generation import logits_process as lp
 
 from fastgen.decoding.logits.forced_tokens import ForcedTokens
+from fastgen.decoding.logits.min_p import MinP
 from fastgen.decoding.logits.ngram_block import NGramBlock
 from fastgen.decoding.logits.processor_call import ProcessorCall
 from fastgen.decoding.logits.repetition_penalty import RepetitionPenalty
@@ -198,7 +199,7 @@ _PROCESSORS: dict[Any, _Row] = {
     lp.TemperatureLogitsWarper: _Row(static=True),
     lp.TopKLogitsWarper: _Row(static=True),
     lp.TopPLogitsWarper: _Row(_top_p, static=True),
-    lp.MinPLogitsWarper: _Row(static=True),
+    lp.MinPLogitsWarper: _Row(lambda p, _: MinP(p.min_p, p.min_tokens_to_keep, p.filter_value)),
     lp.TypicalLogitsWarper: _Row(static=True),
     lp.EpsilonLogitsWarper: _Row(static=True),
     lp.EtaLogitsWarper: _Row(),
