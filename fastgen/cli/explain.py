@@ -27,11 +27,11 @@ from fastgen.decoding.speculative import bild_options
 from fastgen.errors import CommandError
 from fastgen.number import COUNT
 
-HELP = "say what a generate call of a model would run, without running it"
+HELP = "predict what a generate call would run, without running it"
 
 PYTHON_ONLY = dict.fromkeys(
     (*generation_options.ELSEWHERE, "assistant_model", *bild_options.NAMES),
-    "fastgen.explain(model, ...) takes it, in Python",
+    "pass it to fastgen.explain(model, ...) in Python",
 )
 """Arguments of `generate` that are not options of the command, with the hint to print for each."""
 
@@ -60,7 +60,7 @@ def call_arguments(parser: argparse.ArgumentParser, command: str, several: bool 
         "model",
         type=Path,
         metavar="MODEL",
-        help="folder of the model, or its id on the hub; no tokenizer is needed",
+        help="folder of the model, or its id on the hub; needs no tokenizer",
     )
     add("--batch-size", default=batches, help=f"sentences in the batch ({_words(batches)})", **size)
     add(
@@ -70,8 +70,8 @@ def call_arguments(parser: argparse.ArgumentParser, command: str, several: bool 
         **size,
     )
     add("--dtype", default="float32", choices=["float64", "float32", "bfloat16", "float16"],
-        help="type of the weights (%(default)s)")  # fmt: skip
-    add("--device", help="default: cuda where there is one")
+        help="dtype of the weights (%(default)s)")  # fmt: skip
+    add("--device", help="default: cuda if available")
     generation_options.arguments(parser)
     if isinstance(parser, CommandParser):
         parser.answer({name.replace("_", "-"): hint for name, hint in PYTHON_ONLY.items()})

@@ -7,7 +7,7 @@ import argparse
 
 from fastgen.corpus import models
 
-HELP = "serve a model over HTTP, with merged requests and streams of tokens"
+HELP = "serve a model over HTTP, with merged requests and token streaming"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

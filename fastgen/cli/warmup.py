@@ -22,7 +22,7 @@ from fastgen.cli.generate import generation_options
 from fastgen.corpus import models
 from fastgen.errors import CommandError
 
-HELP = "compile what a service's calls will need on a GPU, before its first user waits for it"
+HELP = "compile the GPU kernels of a service's calls before its first user waits for them"
 CALLS = 3
 """The first compiles kernels, the second captures CUDA graphs, the third shows the final speed."""
 

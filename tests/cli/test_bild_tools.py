@@ -265,7 +265,7 @@ def test_a_run_that_failed_goes_on_with_the_same_result(
     assert run_align(folder, tmp_path / "broken", "--max-new-tokens", NEW + 1) == 2
     assert f"max_new_tokens was {NEW} and is {NEW + 1}" in capsys.readouterr().err
     assert run_align(folder, tmp_path / "broken") == 0
-    assert "goes on behind line 4 of 6" in capsys.readouterr().out
+    assert "continues after line 4 of 6" in capsys.readouterr().out
     whole, broken = (
         (tmp_path / f"{name}.outputs.jsonl").read_text() for name in ("whole", "broken")
     )
@@ -537,7 +537,7 @@ def test_tune_refuses_texts_that_do_not_match(
     assert run_tune(folder, tmp_path / "c.json", "--reference", tmp_path / "short") == 2
     assert "has 7 lines" in capsys.readouterr().err
     assert run_tune(folder, tmp_path / "short") == 2
-    assert "is a file, and neither a folder nor CONFIG.json" in capsys.readouterr().err
+    assert "is a file, not a folder or CONFIG.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_a_generation_config_that_cannot_be_written_is_said(
     given = words(folder, "align", tmp_path / "new")
     given[3] = str(tmp_path / "small")
     assert main(given) == 2
-    assert "its generation config cannot be written again" in capsys.readouterr().err
+    assert "its generation config cannot be rewritten" in capsys.readouterr().err
 
 
 def test_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

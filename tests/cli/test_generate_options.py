@@ -715,7 +715,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--num-beamz", "4"], "there is no option --num-beamz; there is --num-beams"),
         (["--bs", "8"], "--bs is not an option here: batches are of like lengths"),
-        (["--stop-strings", "x"], "--stop-strings is not an option here: what ends there"),
+        (["--stop-strings", "x"], "--stop-strings is not an option here: such an end"),
         (["--dola-layers", "low"], "transformers has taken it out"),
         (
             ["--num-beams", "4", "--num-beam-groups", "3"],
@@ -739,10 +739,10 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--input-format", "csv"], "--column is needed"),
         (
             ["--output-format", "parquet"],
-            "--output-format parquet is not written to standard output",
+            "--output-format parquet cannot be written to standard output",
         ),
         (["--metric", "bleu"], "--metric needs --reference"),
-        (["--reference", "x"], "--reference: standard output is not read again"),
+        (["--reference", "x"], "--reference: outputs on standard output"),
         (["--assistant-model", "nothing"], "nothing: there is no such folder"),
         (
             ["--fallback-threshold", "0.5"],
@@ -754,7 +754,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             ["--assistant-early-exit", "1", "--lossless", "--scores"],
-            "--scores: a text that is drafted has none",
+            "--scores: drafted texts have no scores",
         ),
     ],
 )
@@ -773,8 +773,8 @@ def test_outputs_that_cannot_be(
     (tmp_path / "in.jsonl").write_text('{"text": "a", "output": "b"}\n')
     jsonl = tmp_path / "in.jsonl"
     for given, output, more, said in (
-        (text, tmp_path / "there", [], "there is there already; --overwrite"),
-        (text, text, ["--overwrite"], "is an input too"),
+        (text, tmp_path / "there", [], "there exists already; --overwrite"),
+        (text, text, ["--overwrite"], "is also an input"),
         (text, tmp_path / "no" / "o", [], "there is no folder"),
         (text, tmp_path, [], "is a folder"),
         (jsonl, tmp_path / "o.csv", ["--column", "text"], "objects of JSONL have no fixed columns"),

@@ -99,7 +99,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["-m", "no_such_module"], "there is no module named 'no_such_module' here"),
         (["-m", "package.none"], "there is no module named 'package.none' here"),
         (["-m", ".relative"], "there is no module named '.relative' here"),
-        (["-m", "package"], "package is a package without a module __main__, and cannot be run"),
+        (["-m", "package"], "package is a package without a module __main__, so it cannot be run"),
         (["none.py"], "there is no console script named 'none.py' here, and no such file"),
         (["-m", "fairseq_cli.none"], "there is no module named 'fairseq_cli.none' here"),
     ],

@@ -159,7 +159,7 @@ def test_a_run_by_an_id_goes_on(cache: Path, text: Path, tmp_path: Path) -> None
         ["-c", code], environment={**os.environ, "HF_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
     )
     assert done.stdout.strip() == "130 0", done.stderr
-    assert "all by an earlier run" in done.stderr
+    assert "all from an earlier run" in done.stderr
     assert len((tmp_path / "out.txt").read_text().splitlines()) == 2
 
 

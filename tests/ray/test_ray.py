@@ -329,8 +329,8 @@ def test_resources_that_no_machine_has(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--output", "out", "--processes", "2"], "--processes is not for --engine ray"),
-        (["--output", "out", "--limit", "9"], "--limit is not for --engine ray"),
+        (["--output", "out", "--processes", "2"], "--processes is not available with --engine ray"),
+        (["--output", "out", "--limit", "9"], "--limit is not available with --engine ray"),
         ([], "--engine ray needs --output"),
         (
             ["--output", "out", "--workers", "1", "2", "3"],
@@ -359,7 +359,7 @@ def test_options_of_a_cluster_need_one(capsys: pytest.CaptureFixture[str]) -> No
     )
     for words in given:
         assert main(["generate", str(MODEL), "--input", "in.txt", *words.split()]) == 2
-        assert f"{words.split()[0]} is for --engine ray" in capsys.readouterr().err
+        assert f"{words.split()[0]} requires --engine ray" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ class Agreement:
             return self._judge_by_noise(stock, other)
         margin_of = margins(self.model, self.inputs, self.options, stock, other)
         if not margin_of:
-            return Verdict(False, note="what follows the end tokens differs")
+            return Verdict(False, note="the tokens after the end tokens differ")
         return judged(
             margin_of, self.model.dtype, f"{len(margin_of)} of {len(stock)} sequences", "sequence"
         )

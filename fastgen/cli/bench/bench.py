@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fastgen.cli.bench.benchmark_cell import Cell
     from fastgen.corpus.texts import TextGenerator
 
-HELP = "measure how much faster a model of your own generates, with the same output"
+HELP = "measure the speed-up on your own model and compare the outputs"
 HEAD = (
     f"{'beams':>5}{'batch':>7}{'tokens/s':>12}{'fastgen':>10}{'times as fast':>15}"
     f"{'95% interval':>16}  output"
@@ -48,10 +48,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--lines",
         type=COUNT,
         metavar="N",
-        help="sources of each round (default: as many as the largest batch has)",
+        help="sources per round (default: the size of the largest batch)",
     )
     parser.add_argument("--source-tokens", type=COUNT, default=32, metavar="N",
-                        help="length of a random source (%(default)s)")  # fmt: skip
+                        help="tokens of a random source (%(default)s)")  # fmt: skip
     parser.add_argument(
         "--num-beams", type=COUNT, nargs="+", default=[1, 4], metavar="N", help="(1 4)"
     )
@@ -59,25 +59,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="(1 8)"
     )
     parser.add_argument("--max-new-tokens", type=COUNT, default=32, metavar="N",
-                        help="longest output; from random tokens each output is so long "
-                        "(%(default)s)")  # fmt: skip
+                        help="maximum length of an output; for random sources, its exact length"
+                             " (%(default)s)")  # fmt: skip
     parser.add_argument("--dtype", default="float32",
                         choices=["float64", "float32", "bfloat16", "float16"],
                         help="(%(default)s)")  # fmt: skip
-    parser.add_argument("--device", help="default: cuda where there is one")
-    parser.add_argument("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
+    parser.add_argument("--device", help="default: cuda if available")
+    parser.add_argument("--threads", type=COUNT, metavar="N", help="number of torch's CPU threads")
     parser.add_argument(
-        "--rounds", type=COUNT, default=5, metavar="N", help="of each cell, at most (%(default)s)"
+        "--rounds",
+        type=COUNT,
+        default=5,
+        metavar="N",
+        help="maximum number of rounds per cell (%(default)s)",
     )
     parser.add_argument(
         "--minutes",
         type=POSITIVE,
         default=10.0,
         metavar="X",
-        help="time for the whole table: fewer rounds, then fewer cells (%(default)g)",
+        help="time limit of the whole table; reduces rounds, then cells (%(default)g)",
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="for bench.json and bench.svg"
+        "--output", type=Path, metavar="FOLDER", help="folder for bench.json and bench.svg"
     )
 
 
@@ -88,11 +92,11 @@ def run(args: argparse.Namespace) -> int:
         1 if an output differed, a model failed or nothing was measured; else 0.
     """
     if not settings().enabled:
-        raise CommandError(f"FASTGEN={settings().mode} switches off what is to be measured")
+        raise CommandError(f"FASTGEN={settings().mode} disables what is to be measured")
     if args.output is not None:
         check_parent(args.output)
         if args.output.is_file():
-            raise CommandError(f"--output {args.output} is a file, and not a folder")
+            raise CommandError(f"--output {args.output} is a file, not a folder")
     lines = (
         None if args.input is None else [line for line in read_lines(args.input) if line.strip()]
     )
@@ -235,7 +239,7 @@ def _write(args: argparse.Namespace, header: dict[str, Any], cells: list[Cell]) 
     }
     file = args.output / "bench.json"
     file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    print(f"\n{file}: every figure")
+    print(f"\n{file}: all results")
     try:
         from fastgen.cli.bench.bench_plot import draw
 

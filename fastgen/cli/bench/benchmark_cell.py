@@ -50,7 +50,7 @@ class Cell:
     def notes(self) -> list[str]:
         """Return what fastgen declined or ran without, with reasons."""
         left_off = [
-            f"left off in {count} calls: {what}"
+            f"disabled in {count} calls: {what}"
             for what, count in sorted(self.counted.left_off.items())
         ]
         declined = [

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastgen.cli.bench.measure import Outcome
     from fastgen.cli.bench.workloads import Text, Workload
 
-HELP = "translate real sentences unpatched and patched, side by side"
+HELP = "translate real sentences with and without fastgen, side by side"
 TRANSLATIONS_SHOWN = 3
 
 
@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=folder,
         metavar="DIR",
-        help="folder of model/, test.en, test.es",
+        help="folder with model/, test.en and test.es",
     )
     parser.add_argument(
         "--sentences", type=COUNT, default=200, metavar="N", help="sentences to translate (200)"
@@ -54,9 +54,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="8 sentences, one round, a toy in part 2: a test, no measurement",
+        help="8 sentences, one round, and a toy model in part 2: a test, not a measurement",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all results to FILE as well"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -165,14 +167,12 @@ def _print_figures(part: dict[str, Any], outcome: "Outcome") -> None:
         if outcome.near_ties:
             print(
                 f"{'':24}({outcome.near_ties} by a near tie: "
-                f"transformers' own decision was by less than {limit:g})"
+                f"transformers' own margin was below {limit:g})"
             )
     else:
-        print(f"  same output           NO: {outcome.note}; so no speed is shown")
+        print(f"  same output           NO: {outcome.note}; no speed is shown")
     if not part["hits"]:
-        print(
-            "  fastgen did not run; so no speed is shown: see the table at the end for the reason"
-        )
+        print("  fastgen did not run, so no speed is shown; the table at the end has the reason")
     for reason, count in part["fallbacks"].items():
         print(f"  transformers' own code ran {count} times: {reason}")
     timed = outcome.equal and part["hits"]

@@ -9,7 +9,7 @@ import argparse
 
 from fastgen.cli.bild import align, tune
 
-HELP = "align the small model of a big-little pair, and tune its thresholds"
+HELP = "align the small model of a big-little pair and tune its thresholds"
 
 _COMMANDS = {"align": align, "tune": tune}
 

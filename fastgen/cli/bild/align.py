@@ -38,27 +38,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FOLDER",
-        help="new folder of the aligned model",
+        help="new folder for the aligned model",
     )
     parser.add_argument(
-        "--restart", action="store_true", help="forget the large model's outputs of an earlier run"
+        "--restart", action="store_true", help="discard the large model's outputs of an earlier run"
     )
     parser.add_argument(
         "--batch-tokens",
         type=COUNT,
         default=4096,
         metavar="N",
-        help="source tokens of a batch in which the large model generates (%(default)s)",
+        help="maximum source tokens of a batch for the large model (%(default)s)",
     )
     parser.add_argument("--epochs", type=POSITIVE, default=3.0, metavar="N",
                         help="passes over the outputs (%(default)g)")  # fmt: skip
     parser.add_argument(
-        "--max-steps", type=COUNT, metavar="N", help="updates, in place of --epochs"
+        "--max-steps", type=COUNT, metavar="N", help="number of updates, instead of --epochs"
     )
     parser.add_argument("--learning-rate", type=POSITIVE, default=1e-4, metavar="X",
-                        help="at the start; it falls to zero in a line (%(default)g)")  # fmt: skip
+                        help="initial rate; decays linearly to 0 (%(default)g)")  # fmt: skip
     parser.add_argument("--batch-size", type=COUNT, default=32, metavar="N",
-                        help="lines of an update (%(default)s)")  # fmt: skip
+                        help="lines per update (%(default)s)")  # fmt: skip
     parser.add_argument(
         "--label-smoothing",
         type=Number(float, least=0, below=1),
@@ -67,7 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="(%(default)g)",
     )
     parser.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of dropout and order (%(default)s)"
+        "--seed", type=int, default=1, metavar="N", help="seed of dropout and order (%(default)s)"
     )
 
 
@@ -124,7 +124,7 @@ def _check_writable(model: Any, folder: Path) -> None:
         model.generation_config.validate(strict=True)
     except ValueError as error:
         raise CommandError(
-            f"{folder}: its generation config cannot be written again: {error}"
+            f"{folder}: its generation config cannot be rewritten: {error}"
         ) from error
 
 
@@ -148,7 +148,7 @@ def _written(
     if cut:
         print(
             f"{cut} of them have all of the {args.max_new_tokens} tokens "
-            "that --max-new-tokens allows: cut, perhaps"
+            "that --max-new-tokens allows; they may be cut off"
         )
     sys.stdout.flush()
     return written
@@ -163,7 +163,7 @@ def _generated(
     import fastgen
 
     if done:
-        print(f"goes on behind line {done} of {len(sources)}", flush=True)
+        print(f"continues after line {done} of {len(sources)}", flush=True)
     stream = fastgen.generate_stream(
         large, itertools.islice(sources, done, None), max_tokens=args.batch_tokens, window=WINDOW,
         **pair.greedy(large, args.max_new_tokens),

@@ -40,7 +40,8 @@ def finished(
         done, _ = _read(file, header)
         if len(done) != header["lines"]:
             raise CommandError(
-                f"{file} holds {len(done)} outputs of {header['lines']}; --restart makes them anew"
+                f"{file} holds {len(done)} outputs of {header['lines']}; "
+                "--restart generates them again"
             )
         return done
     done, length = _read(part, header) if part.exists() else ([], 0)
@@ -74,11 +75,12 @@ def _read(file: Path, header: Header) -> tuple[Outputs, int]:
         found, outputs = None, []
     if not isinstance(found, dict) or not all(isinstance(tokens, list) for tokens in outputs):
         raise CommandError(
-            f"{file} does not hold outputs of a large model; --restart makes them anew"
+            f"{file} does not hold outputs of a large model; --restart generates them again"
         )
     changed = differences(found, header)
     if changed:
         raise CommandError(
-            f"{file} was made otherwise: {'; '.join(changed)}. --restart makes its outputs anew"
+            f"{file} was made with other settings: {'; '.join(changed)}. "
+            "--restart generates its outputs again"
         )
     return outputs, file.stat().st_size - len(incomplete)

@@ -27,18 +27,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--append-eos",
         action="store_true",
-        help="end each source with the end token, where the tokenizer does not",
+        help="append the end token to each source, if the tokenizer does not",
     )
     parser.add_argument("--max-source-tokens", type=COUNT, metavar="N",
-                        help="cut longer sources (default: what the tokenizer says)")  # fmt: skip
+                        help="truncate longer sources (default: tokenizer's limit)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=COUNT, default=MAX_NEW_TOKENS, metavar="N",
-                        help="longest output (%(default)s)")  # fmt: skip
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], help="default: cuda where there is one"
-    )
+                        help="maximum length of an output (%(default)s)")  # fmt: skip
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if available")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"],
-                        help="type in which the models generate (%(default)s)")  # fmt: skip
-    parser.add_argument("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
+                        help="dtype of the models (%(default)s)")  # fmt: skip
+    parser.add_argument("--threads", type=COUNT, metavar="N", help="number of torch's CPU threads")
 
 
 def device_of(args: argparse.Namespace) -> str:

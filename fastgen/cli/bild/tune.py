@@ -26,9 +26,7 @@ from fastgen.number import COUNT, POSITIVE, Number
 if TYPE_CHECKING:
     from fastgen.cli.bild.sweep import Arm, Batch, Point
 
-HELP = (
-    "measure the thresholds on a validation file, and write the best ones into a generation config"
-)
+HELP = "measure thresholds on a validation file and write the best ones into a generation config"
 FALLBACKS = (0.2, 0.4, 0.6, 0.8)
 ROLLBACKS = (1.0, 2.0, 3.0, 5.0)
 _LARGE = "large"
@@ -52,36 +50,36 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     pair.arguments(parser)
     parser.add_argument(
-        "--reference", type=Path, required=True, metavar="FILE", help="a reference for each source"
+        "--reference", type=Path, required=True, metavar="FILE", help="one reference per source"
     )
     parser.add_argument(
         "--output",
         type=Path,
         required=True,
         metavar="CONFIG.json|FOLDER",
-        help="generation config to write; in a folder, its generation_config.json",
+        help="generation config to write, or a folder for generation_config.json",
     )
     parser.add_argument(
         "--metric", choices=list(quality.METRICS), default="bleu", help="(%(default)s)"
     )
     parser.add_argument("--max-loss", type=Number(float, least=0), default=0.0, metavar="X",
-                        help="points of the metric that may be lost (%(default)g)")  # fmt: skip
+                        help="maximum loss, in points of the metric (%(default)g)")  # fmt: skip
     parser.add_argument(
         "--fallback",
         type=Number(float, least=0, most=1),
         nargs="+",
         default=list(FALLBACKS),
         metavar="X",
-        help="to try",
+        help="thresholds to try",
     )
     parser.add_argument("--rollback", type=POSITIVE, nargs="*", default=list(ROLLBACKS),
-                        metavar="X", help="to try, beside lossless")  # fmt: skip
+                        metavar="X", help="thresholds to try, besides lossless")  # fmt: skip
     parser.add_argument("--max-draft", type=COUNT, default=10, metavar="N", help="(%(default)s)")
     parser.add_argument("--batch-size", type=COUNT, default=1, metavar="N", help="(%(default)s)")
     parser.add_argument("--lines", type=COUNT, default=200, metavar="N",
-                        help="of the files, from the first on (%(default)s)")  # fmt: skip
+                        help="number of lines to use, from the first (%(default)s)")  # fmt: skip
     parser.add_argument("--rounds", type=COUNT, default=3, metavar="N",
-                        help="times that everything is generated (%(default)s)")  # fmt: skip
+                        help="number of rounds (%(default)s)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,17 +93,15 @@ def run(args: argparse.Namespace) -> int:
     )
     pair.check_parent(args.output)
     if config_file != args.output and args.output.is_file():
-        raise CommandError(
-            f"--output {args.output} is a file, and neither a folder nor CONFIG.json"
-        )
+        raise CommandError(f"--output {args.output} is a file, not a folder or CONFIG.json")
     if config_file.is_dir():
-        raise CommandError(f"--output {config_file} is a folder, and not a file")
+        raise CommandError(f"--output {config_file} is a folder, not a file")
     for model in (args.large, args.small):
         models.folder_of(model)
     lines, references = _texts(args)
     models.need("transformers")
     if not settings().enabled:
-        raise CommandError(f"FASTGEN={settings().mode} switches off what is to be measured")
+        raise CommandError(f"FASTGEN={settings().mode} disables what is to be measured")
     metric = quality.METRICS[args.metric]()
     device = pair.device_of(args)
     tokenizers = tuple(map(models.load_tokenizer, (args.large, args.small)))
@@ -123,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     sweep_file = config_file.with_name(f"{config_file.stem}.sweep.json")
     sweep_file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
     print("\n".join(table(data)))
-    print(f"\n{sweep_file}: every figure")
+    print(f"\n{sweep_file}: all results")
     chosen = data["chosen"]
     if chosen is None:
         within = f"within {args.max_loss:g} points of it" if args.max_loss else "without a loss"
@@ -268,7 +264,7 @@ def _check_writable(config: Any, folder: Path) -> None:
         trial.validate(strict=True)
     except ValueError as error:
         raise CommandError(
-            f"{folder}: its generation config cannot be written again: {error}"
+            f"{folder}: its generation config cannot be rewritten: {error}"
         ) from error
 
 

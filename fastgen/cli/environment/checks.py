@@ -52,7 +52,7 @@ def examine(check: Check) -> list[Finding]:
     try:
         found.extend(check())
     except Exception as error:
-        found.append(Finding("trouble", f"this check ended in {error_line(error)}"))
+        found.append(Finding("trouble", f"this check raised {error_line(error)}"))
     return found
 
 
@@ -64,13 +64,11 @@ def error_line(error: Exception) -> str:
 def versions() -> Iterator[Finding]:
     """Check Python, torch, Triton and the toolkits against the versions that fastgen supports."""
     python = metadata.metadata("fastgen-nlp")["Requires-Python"]
-    yield _against(
-        "Python", platform.python_version(), python, advice="a Python of a supported version"
-    )
+    yield _against("Python", platform.python_version(), python, advice="install a supported Python")
     torch = _torch()
     if torch is None:
         yield Finding(
-            "trouble", "torch cannot be imported, and nothing runs without it", "pip install torch"
+            "trouble", "torch cannot be imported; nothing runs without it", "pip install torch"
         )
         return
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for CPUs"
@@ -91,19 +89,18 @@ def versions() -> Iterator[Finding]:
             f"({toolkit.supported} is supported, {toolkit.tested} the newest tested)"
         )
         if not fits and found[0].isdigit():
-            yield Finding(
-                "trouble", f"{text}: fastgen accelerates nothing of it", hints[toolkit.name]
-            )
+            yield Finding("trouble", f"{text}: fastgen does not accelerate it", hints[toolkit.name])
         elif fits and Version(found) > Version(toolkit.tested):
             yield Finding(
-                "note", f"{text}: newer than tested, and compared before anything is accelerated"
+                "note",
+                f"{text}: newer than tested, so compared before it is accelerated",
             )
         else:
             yield Finding("ok" if fits else "note", text)
     if all(toolkit.found == "not installed" for toolkit in toolkits):
         yield Finding(
             "trouble",
-            "there is no toolkit to accelerate",
+            "neither transformers nor fairseq is installed",
             f'pip install "transformers{_required("transformers")}"',
         )
 
@@ -125,13 +122,13 @@ def devices() -> Iterator[Finding]:
     if torch.version.cuda and not torch.cuda.is_available():
         yield Finding(
             "note",
-            "torch is built for CUDA but sees no device",
-            "nvidia-smi says whether the driver does",
+            "torch is built for CUDA but finds no device",
+            "run nvidia-smi to see whether the driver finds one",
         )
     if not torch.version.cuda and Path("/dev/nvidia0").exists():
         yield Finding(
             "note",
-            "there is an NVIDIA device, but torch is built for CPUs",
+            "there is an NVIDIA device, but this torch is built for CPUs only",
             "install torch's CUDA build",
         )
 
@@ -144,7 +141,7 @@ def devices() -> Iterator[Finding]:
     }
     available = (
         ", ".join(text for name, text in units.items() if capabilities.get(name))
-        or "none of them of x86-64"
+        or "no x86-64 extensions"
     )
     yield Finding(
         "ok",
@@ -156,13 +153,15 @@ def devices() -> Iterator[Finding]:
         yield Finding("note", f"{text}: {reason}")
     else:
         yield Finding("ok", f"{text}, with packed weights, where that is faster")
-    text = f"attention and the choice of tokens on the CPU, fp32, in C: {native.state()}"
+    text = f"attention and token selection in fp32 on the CPU, in C: {native.state()}"
     if native.found().library is None:
         compilable = native.found().variant in native.build.variants()
         yield Finding(
             "note",
             text,
-            f"python {native.build.__file__} compiles them (cc, gcc, clang)" if compilable else "",
+            f"python {native.build.__file__} compiles them (needs cc, gcc or clang)"
+            if compilable
+            else "",
         )
     else:
         yield Finding("ok", text)
@@ -171,7 +170,7 @@ def devices() -> Iterator[Finding]:
     ):
         yield Finding(
             "note",
-            "no unit of this CPU multiplies in bf16: models in bf16 are slow on it",
+            "this CPU has no bf16 instructions: bf16 models are slow on it",
             "load in fp32",
         )
 
@@ -183,7 +182,7 @@ def patches() -> Iterator[Finding]:
         modules[problem].append(module)
     for problem, names in modules.items():
         advice = (
-            "fastgen's patches let fairseq be imported: unset FASTGEN"
+            "fairseq needs fastgen's patches to be imported: unset FASTGEN"
             if settings().mode == "0"
             else ""
         )
@@ -196,7 +195,7 @@ def patches() -> Iterator[Finding]:
         subject = f"{toolkit}: {len(names)} patches" if len(names) > 1 else f"{names[0]}:"
         text = f"{subject} {state}" + (f": {reason}" if reason else "")
         if state == "applied":
-            differs = "as the canary found" in reason
+            differs = "according to the canary" in reason
             yield Finding("trouble" if differs else "note" if reason else "ok", text)
         elif "is not installed" in reason or reason == "FASTGEN_SKIP":
             yield Finding("note", text)
@@ -210,14 +209,14 @@ def variables() -> Iterator[Finding]:
     values = {name: variable.read(os.environ) for name, variable in known.items()}
     changed = [name for name, value in values.items() if value != known[name].default]
     if not changed:
-        yield Finding("ok", "fastgen's have their defaults")
+        yield Finding("ok", "all FASTGEN_* variables have their defaults")
     for name in changed:
         yield Finding("note", f"{name}={values[name]} ({known[name].help})")
     for name in sorted(os.environ):
         if name.startswith("FASTGEN") and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {close[0]}?" if close else "`fastgen status` lists all"
-            yield Finding("note", f"{name} is no variable of fastgen's, and does nothing", advice)
+            advice = f"did you mean {close[0]}?" if close else "`fastgen status --all` lists them"
+            yield Finding("note", f"{name} is not a variable of fastgen and has no effect", advice)
     if os.environ.get("TRITON_INTERPRET") == "1":
         torch, text = (
             _torch(),
@@ -227,7 +226,7 @@ def variables() -> Iterator[Finding]:
         yield (
             Finding("trouble", text, "unset it")
             if used
-            else Finding("note", f"{text}; nothing here calls one")
+            else Finding("note", f"{text}; not needed here")
         )
 
 
@@ -241,7 +240,9 @@ def surroundings() -> Iterator[Finding]:
         text = f"threads: {threads}, cores: {cores}"
         if threads > cores:
             yield Finding(
-                "note", f"{text}; threads wait for each other", f"OMP_NUM_THREADS={cores}"
+                "note",
+                f"{text}; more threads than cores wait for each other",
+                f"OMP_NUM_THREADS={cores}",
             )
         else:
             yield Finding("ok" if threads == cores else "note", text)
@@ -257,7 +258,7 @@ def surroundings() -> Iterator[Finding]:
     try:
         installed = hook.is_installed(folder)
         text = (
-            "every program of this environment is accelerated"
+            "every program of this environment runs with fastgen"
             if installed
             else "programs need `import fastgen`"
         )
@@ -269,8 +270,8 @@ def surroundings() -> Iterator[Finding]:
     if place.is_dir() and os.access(place, os.W_OK):
         yield Finding("ok", f"{cache} can be written")
     else:
-        text = f"{cache} cannot be written: nothing is kept from one process to the next"
-        yield Finding("note", text, "FASTGEN_CACHE_DIR names another folder")
+        text = f"{cache} cannot be written: results are not kept between processes"
+        yield Finding("note", text, "set FASTGEN_CACHE_DIR to another folder")
 
 
 def openmp_runtimes(maps: str) -> list[str]:
@@ -303,14 +304,12 @@ def _triton(torch: ModuleType) -> Finding:
     if settings().ops == "triton":
         return Finding(
             "trouble",
-            "Triton is not installed, but FASTGEN_OPS=triton asks for its kernels",
+            "Triton is not installed, but FASTGEN_OPS=triton requests its kernels",
             advice,
         )
     if torch.cuda.is_available():
-        return Finding(
-            "note", "Triton is not installed: on a GPU, operations run as torch operations", advice
-        )
-    return Finding("ok", "Triton is not installed; on a CPU nothing uses it")
+        return Finding("note", "Triton is not installed: operations on a GPU run in torch", advice)
+    return Finding("ok", "Triton is not installed; it is not needed on a CPU")
 
 
 def _required(name: str) -> str:

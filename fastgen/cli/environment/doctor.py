@@ -17,7 +17,7 @@ from fastgen.cli.environment.self_check import self_check
 from fastgen.errors import VariableError
 from fastgen.patches import check, start
 
-HELP = "look for what is wrong or slow in this environment, and try a tiny model"
+HELP = "check this environment for problems and slow settings, and try a tiny model"
 
 
 CHECKS: dict[str, Check] = {

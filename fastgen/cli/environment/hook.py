@@ -44,7 +44,7 @@ def _install(args: argparse.Namespace) -> int:
     except OSError as error:
         raise CommandError(f"{file} cannot be written: {error}") from error
     print(
-        f"{file} is in place: fairseq and transformers are accelerated in every program "
+        f"{file} is installed: fairseq and transformers are accelerated in every program "
         "of this environment"
     )
     return 0
@@ -53,7 +53,7 @@ def _install(args: argparse.Namespace) -> int:
 def _remove(args: argparse.Namespace) -> int:
     file = _file(args.site_packages)
     if not file.exists():
-        print(f"{file} is not there: nothing to remove")
+        print(f"{file} does not exist: nothing to remove")
         return 0
     try:
         file.unlink()
@@ -73,7 +73,7 @@ def _file(site_packages: Path) -> Path:
         raise CommandError(f"--site-packages {site_packages} is not a folder")
     file = site_packages / NAME
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != LINE:
-        raise CommandError(f"{file} holds something else: left as it is")
+        raise CommandError(f"{file} has other content: left unchanged")
     return file
 
 

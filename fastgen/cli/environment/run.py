@@ -32,7 +32,7 @@ _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None
 _OUTSIDE = (__name__, "runpy", "importlib.util")
 """Modules whose frames lie between Python's start and the program's own frames."""
 
-HELP = "run a console script (fairseq-generate), a Python file or a module, accelerated"
+HELP = "run a console script (fairseq-generate), Python file or module with fastgen"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,13 +42,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-m", dest="module", action="store_true", help="TARGET is a module, as in `python -m`"
     )
     parser.add_argument(
-        "target", metavar="TARGET", help="a console script's name, a .py file, or with -m a module"
+        "target", metavar="TARGET", help="name of a console script, a .py file, or with -m a module"
     )
     parser.add_argument(
         "args",
         nargs=argparse.REMAINDER,
         metavar="...",
-        help="what the program gets as its arguments",
+        help="arguments of the program",
     )
 
 
@@ -129,7 +129,9 @@ def _check_module(name: str, advice: str) -> None:
             and spec.submodule_search_locations is not None
             and find_spec(f"{name}.__main__") is None
         ):
-            raise CommandError(f"{name} is a package without a module __main__, and cannot be run")
+            raise CommandError(
+                f"{name} is a package without a module __main__, so it cannot be run"
+            )
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
             raise

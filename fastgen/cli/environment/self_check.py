@@ -9,7 +9,7 @@ from typing import Any
 import fastgen
 from fastgen.cli.environment.checks import Finding, error_line
 
-REPORT = "FASTGEN=0 until it is found; report it, with what `fastgen doctor --json` prints"
+REPORT = "set FASTGEN=0 for now, and report it with the output of `fastgen doctor --json`"
 PATHS = {"triton": "Triton's kernels", "native": "C", "reference": "torch"}
 
 
@@ -23,7 +23,7 @@ def self_check() -> Iterator[Finding]:
         if any(fastgen.status()[loop].state == "applied" for loop in loops):
             yield from _tried(loops, compare)
         else:
-            yield Finding("note", f"{toolkit}: not tried, as its loops are not patched")
+            yield Finding("note", f"{toolkit}: not tried: its decode loops are not patched")
 
 
 def _tried(loops: tuple[str, ...], compare: Callable[[], tuple[bool, str]]) -> Iterator[Finding]:
@@ -38,7 +38,7 @@ def _tried(loops: tuple[str, ...], compare: Callable[[], tuple[bool, str]]) -> I
         )
         return
     if not equal or _differed() > differed:
-        yield Finding("trouble", f"other tokens than without fastgen: {compared}", REPORT)
+        yield Finding("trouble", f"tokens differ from those without fastgen: {compared}", REPORT)
         return
     done = sum(
         (_counts(loop) - earlier for loop, earlier in zip(loops, before, strict=True)),
@@ -51,7 +51,9 @@ def _tried(loops: tuple[str, ...], compare: Callable[[], tuple[bool, str]]) -> I
         yield Finding("ok", f"{compared}; {calls} calls ran fastgen's loops, operations by {paths}")
     else:
         yield Finding(
-            "trouble", f"{compared}, but fastgen's loops did not run", "the patches below say why"
+            "trouble",
+            f"{compared}, but fastgen's loops did not run",
+            "the patches below have the reason",
         )
     for what, count in done.items():
         yield Finding("note", f"in {count} of the calls: {what}")

@@ -10,7 +10,7 @@ import fastgen
 from fastgen.config import VARIABLES
 from fastgen.patches import fairseq, transformers
 
-HELP = "show what runs here and what does not"
+HELP = "show what is accelerated here and what is not"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,11 +18,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="print every patch and every variable, not the summary alone",
+        help="print every patch and every variable, not only the summary",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON instead of text; it holds everything"
-    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,15 +12,16 @@ from typing import Any
 
 from fastgen.errors import CommandError
 
-_THREADS = "reading, tokenizing and writing run beside the model by themselves"
+_THREADS = "reading, tokenizing and writing always run in the background"
 DROPPED = {
-    "bs": "batches are of like lengths and sized in tokens, --batch-tokens",
+    "bs": "batches are sorted by length and sized in tokens: --batch-tokens",
     "input-path": "--input", "save-path": "--output",
     "model-name": "the model's folder is the first argument",
     "without-fastseq-opt": "FASTGEN=0 in the environment runs transformers' own code",
     "preprocess-workers": _THREADS, "postprocess-workers": _THREADS,
-    "return-tensors": "tensors are torch's", "padding": "a batch is padded to its longest source",
-    "dola-layers": "transformers has taken it out of generate",
+    "return-tensors": "tensors are always torch's",
+    "padding": "a batch is padded to its longest source",
+    "dola-layers": "transformers has removed it from generate",
     "constraints": "--force-words-ids",
 }  # fmt: skip
 """FastSeq's and `generate`'s options that this command does not have, with the hint to print."""

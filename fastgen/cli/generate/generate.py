@@ -29,7 +29,7 @@ from fastgen.decoding.speculative import bild_options
 from fastgen.errors import CommandError
 from fastgen.number import COUNT
 
-HELP = "generate from every text of a file, into a file"
+HELP = "generate for every text of a file, into a file"
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -61,58 +61,60 @@ def _input(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     add = group.add_argument
     add("--input", nargs="+", required=True, metavar="FILE",
-        help="text, TSV, CSV, JSONL, Parquet, a folder that datasets' save_to_disk wrote, or - for "
-        "standard input; one after the other; .gz, .bz2, .xz and .zst are unpacked")  # fmt: skip
+        help="text, TSV, CSV, JSONL, Parquet, a folder of datasets' save_to_disk, or - for "
+             "standard input; several are read in order; .gz, .bz2, .xz and .zst are "
+             "decompressed")  # fmt: skip
     add(
         "--input-format",
         choices=formats.NAMES,
-        help="default: by the ending of the name, else text",
+        help="default: from the file name, else text",
     )
-    add("--column", metavar="NAME", help="which holds the text: its name, or its number from 1")
+    add("--column", metavar="NAME", help="column with the text: its name, or its number from 1")
     add(
         "--prefix-column",
         metavar="NAME",
-        help="which holds what stands before each text, such as T5's task",
+        help="column with a prefix for each text, such as T5's task",
     )
     add(
         "--header",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="whether a table's first row names the columns (default: unless --column is a number)",
+        help="whether the first row of a table names the columns (default: unless --column is "
+        "a number)",
     )
     add(
         "--no-quotes",
         dest="quotes",
         action="store_false",
-        help="in TSV a quote is a letter like others; "
-        "tabs and line breaks of outputs become spaces",
+        help="TSV without quoting; tabs and line breaks in outputs become spaces",
     )
-    add("--limit", "--n-obs", type=COUNT, metavar="N", help="the first N records alone")
+    add("--limit", "--n-obs", type=COUNT, metavar="N", help="only the first N records")
 
 
 def _output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     add = group.add_argument
-    add("--output", default=STDIN, metavar="FILE", help="- or nothing: standard output")
+    add("--output", default=STDIN, metavar="FILE", help="default, and -: standard output")
     add(
         "--output-format",
         choices=writers.NAMES,
-        help="default: by the ending of the name, else text",
+        help="default: from the file name, else text",
     )
     add("--scores", action="store_true", help="write the score of each output")
     add(
         "--field-prefix",
         default="",
         metavar="TEXT",
-        help="before the names of the fields that are added",
+        help="prefix of the names of added fields",
     )
-    add("--overwrite", action="store_true", help="write over an output that is there")
+    add("--overwrite", action="store_true", help="overwrite an existing output")
     add(
         "--on-error",
         choices=("fail", "skip", "empty"),
         default="fail",
-        help="a record without an output ends the run, is left out, or has an empty one "
-        "(%(default)s); a blank line of plain text is none of them: its output is blank",
+        help="whether a record that cannot be processed ends the run, is skipped, or gets an "
+        "empty output (%(default)s); a blank line of plain text always gets a blank "
+        "output",
     )
 
 
@@ -122,42 +124,41 @@ def _texts(parser: argparse.ArgumentParser) -> None:
     add(
         "--prefix",
         metavar="TEXT",
-        help="before each source (default: what --task says, or nothing)",
+        help="prefix of each source (default: that of --task, or none)",
     )
     add(
         "--task",
         metavar="NAME",
-        help="take prefix and options of this name from the model's task_specific_params",
+        help="use the prefix and options of this name in the model's task_specific_params",
     )
     add("--max-source-tokens", "--max-tokenizer-length", type=COUNT, metavar="N",
-        help="longer sources are problems (default: what the tokenizer says)")  # fmt: skip
+        help="maximum length of a source; longer ones cannot be processed (default: the "
+             "tokenizer's limit)")  # fmt: skip
     add("--truncate", "--truncation", action=argparse.BooleanOptionalAction, default=False,
-        help="cut longer sources instead")  # fmt: skip
+        help="truncate longer sources instead")  # fmt: skip
     add(
         "--append-eos",
         action="store_true",
-        help="end each source with the end token, where the tokenizer does not",
+        help="append the end token to each source, if the tokenizer does not",
     )
-    add(
-        "--source-lang", metavar="LANG", help="of tokenizers that know languages, as they name them"
-    )
-    add("--target-lang", metavar="LANG", help="likewise, of the output")
-    add("--forced-bos-token", metavar="TOKEN", help="the output's first token, by its name")
+    add("--source-lang", metavar="LANG", help="source language, by the tokenizer's name for it")
+    add("--target-lang", metavar="LANG", help="target language, by the tokenizer's name for it")
+    add("--forced-bos-token", metavar="TOKEN", help="first token of the output, by name")
     add(
         "--target-lang-column",
         metavar="NAME",
-        help="the column that has the --target-lang of each text",
+        help="column with the --target-lang of each text",
     )
     add(
         "--forced-bos-column",
         metavar="NAME",
-        help="the column that has the --forced-bos-token of each text",
+        help="column with the --forced-bos-token of each text",
     )
-    add("--include-special-tokens", action="store_true", help="leave special tokens in the output")
+    add("--include-special-tokens", action="store_true", help="keep special tokens in the output")
     add(
         "--clean-up-tokenization-spaces",
         action="store_true",
-        help="take out spaces before punctuation",
+        help="remove spaces before punctuation",
     )
 
 
@@ -168,24 +169,24 @@ def _model(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=_DTYPES,
         default="float32",
-        help="type in which it generates (%(default)s)",
+        help="dtype of the model (%(default)s)",
     )
     add("--fp16", dest="dtype", action="store_const", const="float16", help="--dtype float16")
-    add("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
-    add("--threads", type=COUNT, metavar="N", help="torch's CPU threads")
+    add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if available)")
+    add("--threads", type=COUNT, metavar="N", help="number of torch's CPU threads")
     add("--batch-tokens", type=COUNT, default=Options.batch_tokens, metavar="N",
-        help="source tokens of a batch, padding counted (%(default)s)")  # fmt: skip
+        help="maximum source tokens of a batch, padding included (%(default)s)")  # fmt: skip
     add(
         "--seed",
         type=int,
         default=0,
-        help="of what is drawn; a block's draws depend on it and its number alone",
+        help="random seed; the draws of a block depend only on it and the block's number",
     )
 
 
 def _big_little(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "a small model that drafts", "See docs/bild.md; lossless unless a threshold is given."
+        "the draft model", "See docs/bild.md. Lossless unless a threshold is given."
     )
     add = group.add_argument
     add("--assistant-model", type=Path, metavar="MODEL", help=models.HELP)
@@ -193,15 +194,16 @@ def _big_little(parser: argparse.ArgumentParser) -> None:
         "--fallback-threshold",
         type=float,
         metavar="P",
-        help="it stops where it is less sure than this",
+        help="minimum probability of a drafted token; below it, drafting stops",
     )
     add(
         "--rollback-threshold",
         type=float,
         metavar="COST",
-        help="what costs the large model more does not stand",
+        help="maximum loss of a drafted token under the large model; above it, the token is "
+        "rejected",
     )
-    add("--max-draft", type=int, metavar="N", help="tokens that it drafts in a row at most")
+    add("--max-draft", type=int, metavar="N", help="maximum number of tokens per draft")
     add(
         "--lossless",
         action=argparse.BooleanOptionalAction,
@@ -212,10 +214,10 @@ def _big_little(parser: argparse.ArgumentParser) -> None:
         "--adaptive-draft",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="draft where that is faster",
+        help="draft only where that is faster",
     )
-    add("--paper-compat", action="store_true", default=None, help="as the authors' program")
-    add("--speculative-beams", type=int, metavar="STEPS", help="draft steps of the beam search")
+    add("--paper-compat", action="store_true", default=None, help="behave as the authors' program")
+    add("--speculative-beams", type=int, metavar="STEPS", help="draft the steps of the beam search")
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
@@ -226,15 +228,21 @@ def _run(parser: argparse.ArgumentParser) -> None:
         type=COUNT,
         default=BLOCK,
         metavar="N",
-        help="records written together (%(default)s)",
+        help="records per block that is written at once (%(default)s)",
     )
-    add("--processes", type=COUNT, default=1, metavar="N", help="on this machine (%(default)s)")
+    add(
+        "--processes",
+        type=COUNT,
+        default=1,
+        metavar="N",
+        help="number of processes on this machine (%(default)s)",
+    )
     add(
         "--restart",
         action="store_true",
-        help="forget what an earlier run has left beside the output",
+        help="discard the progress of an earlier run",
     )
-    add("--summary", type=Path, metavar="FILE", help="write what the run has done, as JSON")
+    add("--summary", type=Path, metavar="FILE", help="write a summary of the run as JSON")
     add("--quiet", action="store_true", help="show no progress")
 
 
@@ -273,7 +281,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _tell(summary: Summary) -> None:
     """Print on stderr what was done, and what fastgen did not accelerate."""
-    rate = f"{summary.records_per_second:.1f} a second" if summary.made else "all by an earlier run"
+    rate = (
+        f"{summary.records_per_second:.1f} a second" if summary.made else "all from an earlier run"
+    )
     print(
         f"{summary.records} records, {summary.tokens} tokens, {summary.seconds:.1f} s ({rate})",
         file=sys.stderr,
@@ -324,7 +334,8 @@ def _options(args: argparse.Namespace) -> Options:
         and not models.load_config(args.model).is_encoder_decoder
     ):
         raise CommandError(
-            "--max-new-tokens is needed: a decoder's prompt would count in --max-length"
+            "--max-new-tokens is required: --max-length would include the prompt of a "
+            "decoder-only model"
         )
     local = args.engine == "local"  # with Ray, each machine resolves the model by itself
     assistant = args.assistant_model
@@ -361,7 +372,7 @@ def _targets(
     sources = columns + [name for name in names if values.get(name) is not None]
     if columns and len(sources) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in sources)
-        raise CommandError(f"{flags}: how outputs begin is said in one way")
+        raise CommandError(f"{flags}: choose one way to set the first token")
     if not columns:
         return None
     return "language" if args.target_lang_column is not None else "token"
@@ -382,7 +393,7 @@ def _drafts(
     if not {*bild_requested, *_settings_in(stored)} & set(bild_options.NAMES):
         bild_requested = {"lossless": True}
     if args.scores:
-        raise CommandError("--scores: a text that is drafted has none")
+        raise CommandError("--scores: drafted texts have no scores")
     try:
         bild_options.options(
             args.assistant_model, layers, bild_requested, {},
@@ -405,7 +416,7 @@ def _output_of(args: argparse.Namespace) -> Path | None:
     """Return the output file, or None for standard output.
 
     Raises:
-        CommandError: the file exists already, is an input too, or its folder does not exist.
+        CommandError: the file exists already, is also an input, or its folder does not exist.
     """
     if args.output == STDIN:
         return None
@@ -415,13 +426,13 @@ def _output_of(args: argparse.Namespace) -> Path | None:
     if output.is_dir():
         raise CommandError(f"--output {output} is a folder")
     if output.exists() and not args.overwrite and not in_progress(output):
-        raise CommandError(f"--output {output} is there already; --overwrite writes over it")
+        raise CommandError(f"--output {output} exists already; --overwrite replaces it")
     if any(
         name != STDIN and output.exists() and output.samefile(name)
         for name in args.input
         if Path(name).exists()
     ):
-        raise CommandError(f"--output {output} is an input too")
+        raise CommandError(f"--output {output} is also an input")
     return output
 
 
@@ -436,7 +447,9 @@ def _sink(
     ending, packing = ("", "") if args.output == STDIN else compression.split(Path(args.output))
     kind = args.output_format or formats.of_ending(ending)
     if kind == "parquet" and args.output == STDIN:
-        raise CommandError("--output-format parquet is not written to standard output; name a file")
+        raise CommandError(
+            "--output-format parquet cannot be written to standard output; name a file"
+        )
     if kind in formats.DELIMITERS and source.format != "text":
         if source.format == "jsonl":
             raise CommandError(
@@ -445,7 +458,7 @@ def _sink(
             )
         if first is None:
             raise CommandError(
-                f"--output-format {kind}: columns of standard input are not known; write JSONL"
+                f"--output-format {kind}: the columns of standard input are unknown; write JSONL"
             )
     stored = _settings_in(_json_of(options.model / "generation_config.json"))
     several = {**stored, **options.generation}.get("num_return_sequences", 1) > 1

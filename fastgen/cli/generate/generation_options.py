@@ -24,33 +24,33 @@ ALIASES = {
 """Additional flags of some options."""
 
 ELSEWHERE = {
-    "stop_strings": "what ends there cannot be told from a batch's padding",
-    "is_assistant": "it is for transformers' own use",
-    "return_dict_in_generate": "--scores gives the scores of sequences",
-    "output_scores": "--scores gives the scores of sequences",
-    "output_logits": "texts are written, and no logits",
-    "output_attentions": "texts are written, and no attentions",
-    "output_hidden_states": "texts are written, and no hidden states",
-    "compile_config": "steps are fastgen's own",
+    "stop_strings": "such an end cannot be told from the padding of a batch",
+    "is_assistant": "transformers uses it internally",
+    "return_dict_in_generate": "--scores writes the scores of sequences",
+    "output_scores": "--scores writes the scores of sequences",
+    "output_logits": "only texts are written, not logits",
+    "output_attentions": "only texts are written, not attentions",
+    "output_hidden_states": "only texts are written, not hidden states",
+    "compile_config": "fastgen runs its own decode steps",
 }
 """Arguments of `generate` that are not options of the command, with the reason."""
 
 RESTORED = {
     "num_beam_groups": (
         "int",
-        "Groups of beams, each unlike those before it (diverse beam search)",
+        "Number of beam groups; each is penalised for repeating earlier ones (diverse beam search)",
     ),
     "diversity_penalty": (
         "float",
-        "What a token loses for each earlier group's beam that has chosen it",
+        "Penalty of a token for each beam of an earlier group that has chosen it",
     ),
     "force_words_ids": (
         "list",
-        "Token ids that each output has to hold: a list of phrases, or of lists of alternatives",
+        "Token ids that each output must contain: a list of phrases, or of lists of alternatives",
     ),
     "penalty_alpha": (
         "float",
-        "How much unlikeness counts beside probability (contrastive search, with --top-k)",
+        "Weight of the penalty for similarity (contrastive search, with --top-k)",
     ),
 }
 """Type and help of arguments that transformers no longer documents."""
@@ -153,14 +153,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare an option for each of `settings`."""
     group = parser.add_argument_group(
         "generation",
-        "As transformers' GenerationConfig has them; what is not given is the model's own. "
-        "Lists are several values, or JSON.",
+        "The options of transformers' GenerationConfig; others keep the model's values. "
+        "Give a list as several values, or as JSON.",
     )
     group.add_argument(
         "--generation-config",
         type=Path,
         metavar="FILE",
-        help="JSON with such options; flags go before",
+        help="JSON file with such options; flags take precedence",
     )
     for name, setting in settings().items():
         flags, kinds = (setting.flag, *ALIASES.get(name, ())), set(setting.kinds)
@@ -226,9 +226,7 @@ def of_file(
             f"--generation-config {file} cannot be read: {first_line(error)}"
         ) from error
     if not isinstance(found, dict):
-        raise CommandError(
-            f"--generation-config {file} holds no options, but a {type(found).__name__}"
-        )
+        raise CommandError(f"--generation-config {file} contains a {type(found).__name__}")
     values: dict[str, Any] = {}
     for name, value in found.items():
         if value is None or name.startswith("_") or name == "transformers_version":

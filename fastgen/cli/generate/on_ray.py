@@ -29,47 +29,47 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         choices=("local", "ray"),
         default="local",
-        help="what runs the models (%(default)s)",
+        help="engine that runs the models (%(default)s)",
     )
     add(
         "--address",
         metavar="ADDRESS",
-        help="of the cluster, as ray.init takes it (default: RAY_ADDRESS, or one here)",
+        help="address of the cluster, as for ray.init (default: RAY_ADDRESS, or a local cluster)",
     )
     add("--workers", type=COUNT, nargs="+", default=[1], metavar="N",
-        help="actors, each with a model: how many, or at least and at most (1)")  # fmt: skip
+        help="number of actors, or minimum and maximum; each has a model (1)")  # fmt: skip
     add(
         "--worker-cpus",
         type=POSITIVE,
         default=1.0,
         metavar="N",
-        help="processors that each takes (%(default)g)",
+        help="CPUs per actor (%(default)g)",
     )
     add(
         "--worker-gpus",
         type=POSITIVE,
         metavar="N",
-        help="GPUs that each takes, parts of one too (default: none)",
+        help="GPUs per actor, may be fractional (default: none)",
     )
     add(
         "--rows",
         type=COUNT,
         default=256,
         metavar="N",
-        help="that an actor is given at a time (%(default)s)",
+        help="records that an actor gets at a time (%(default)s)",
     )
     add(
         "--rows-per-file",
         type=COUNT,
         default=50_000,
         metavar="N",
-        help="of the output (%(default)s)",
+        help="format of the output (%(default)s)",
     )
 
 
 def check_unused(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Raise CommandError if an option of a cluster is set without --engine ray."""
-    _refuse(_OF_A_CLUSTER, args, parser, "is for --engine ray")
+    _refuse(_OF_A_CLUSTER, args, parser, "requires --engine ray")
 
 
 def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentParser) -> int:
@@ -80,13 +80,13 @@ def run(args: argparse.Namespace, options: Options, parser: argparse.ArgumentPar
             it.
     """
     models.need("ray", "pyarrow")
-    _refuse(_OF_ONE_MACHINE, args, parser, "is not for --engine ray")
+    _refuse(_OF_ONE_MACHINE, args, parser, "is not available with --engine ray")
     if len(args.input) > 1 or args.input[0] == STDIN:
         raise CommandError(
             f"--engine ray takes one file or folder as --input, not {' '.join(args.input)}"
         )
     if args.output == STDIN:
-        raise CommandError("--engine ray needs --output, a folder that is not there or empty")
+        raise CommandError("--engine ray needs --output: a new or empty folder")
     if len(args.workers) > 2:
         raise CommandError(
             f"--workers takes one number or two, not {' '.join(map(str, args.workers))}"

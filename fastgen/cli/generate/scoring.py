@@ -24,20 +24,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--reference",
         "--reference-path",
         metavar="FILE",
-        help="of each record; in any format that --input has",
+        help="file with a reference for each record, in any format of --input",
     )
     add(
         "--reference-format",
         choices=formats.NAMES,
-        help="default: by the ending of the name, else text",
+        help="default: from the file name, else text",
     )
     add(
         "--reference-column",
         metavar="NAME",
-        help="which holds the references: its name, or its number from 1",
+        help="column with the references: its name, or its number from 1",
     )
     add("--metric", nargs="+", choices=list(METRICS), help="(bleu)")
-    add("--score-path", type=Path, metavar="FILE", help="write the metrics as JSON, too")
+    add("--score-path", type=Path, metavar="FILE", help="also write the metrics as JSON")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def prepared(args: argparse.Namespace, output: Path | None) -> Scoring | None:
         return None
     if output is None:
         raise CommandError(
-            "--reference: standard output is not read again; name a file by --output"
+            "--reference: outputs on standard output cannot be scored; name a file with --output"
         )
     metrics = {name: METRICS[name]() for name in args.metric or ["bleu"]}
     options = ("--reference-column", "--reference-format")
