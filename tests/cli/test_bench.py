@@ -231,4 +231,4 @@ def test_switched_off(
     finally:
         monkeypatch.undo()
         config.reload()
-    assert "FASTGEN=0 switches off" in capsys.readouterr().err
+    assert "FASTGEN=0 disables" in capsys.readouterr().err

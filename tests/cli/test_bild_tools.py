@@ -543,7 +543,7 @@ def test_tune_refuses_texts_that_do_not_match(
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("FASTGEN", "0", "FASTGEN=0 switches off"),
+        ("FASTGEN", "0", "FASTGEN=0 disables"),
         ("FASTGEN_STEP", "module", "needs decode steps from the weights"),
     ],
 )

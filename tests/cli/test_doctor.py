@@ -111,7 +111,9 @@ def test_what_is_missing_and_not_needed_is_no_trouble() -> None:
         "fairseq is not installed; pip install" in text for text in texts(found, "note", "patches")
     )
     if not torch.cuda.is_available():
-        assert "Triton is not installed; it is not needed on a CPU" in texts(found, "ok", "versions")
+        assert "Triton is not installed; it is not needed on a CPU" in texts(
+            found, "ok", "versions"
+        )
 
 
 @pytest.mark.slow
@@ -307,7 +309,10 @@ def test_other_tokens_are_trouble(
     counts.parity.clear()
     monkeypatch.setattr(canary, "agree", agrees_in_parity_mode)
     found = examine(self_check)[0]
-    assert (found.level, found.text) == ("trouble", "tokens differ from those without fastgen: equal")
+    assert (found.level, found.text) == (
+        "trouble",
+        "tokens differ from those without fastgen: equal",
+    )
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_options_of_the_model_and_of_a_file_hold(
         (("--device", "nothing"), "--device nothing: "),
         (
             ("--output_scores",),
-            "--output-scores is not an option here: fastgen.explain(model, ...) takes it",
+            "--output-scores is not an option here: pass it to fastgen.explain(model, ...)",
         ),
         (
             ("--assistant-model", "small"),
@@ -174,7 +174,7 @@ def test_a_file_with_an_argument_for_python_alone(
     assert explain(folders / "llama", "--generation-config", file) == 2
     message = (
         f"--generation-config {file}: output_scores is not an option here: "
-        "fastgen.explain(model, ...) takes it"
+        "pass it to fastgen.explain(model, ...)"
     )
     assert message in capsys.readouterr().err
 

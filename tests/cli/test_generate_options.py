@@ -714,9 +714,9 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         (["--num-beamz", "4"], "there is no option --num-beamz; there is --num-beams"),
-        (["--bs", "8"], "--bs is not an option here: batches are of like lengths"),
+        (["--bs", "8"], "--bs is not an option here: batches are sorted by length"),
         (["--stop-strings", "x"], "--stop-strings is not an option here: such an end"),
-        (["--dola-layers", "low"], "transformers has taken it out"),
+        (["--dola-layers", "low"], "transformers has removed it"),
         (
             ["--num-beams", "4", "--num-beam-groups", "3"],
             "num_beams=4 cannot be divided by num_beam_groups=3",
@@ -784,7 +784,7 @@ def test_outputs_that_cannot_be(
         assert main(command(folders / "model", given, output, *NEW, *more)) == 2
         assert said in capsys.readouterr().err
     assert main(command(folders / "decoder", text, tmp_path / "o", "--max-length", 8)) == 2
-    assert "--max-new-tokens is needed" in capsys.readouterr().err
+    assert "--max-new-tokens is required" in capsys.readouterr().err
     assert main(command(tmp_path, text, tmp_path / "o", *NEW)) == 2
     assert "holds no model" in capsys.readouterr().err
     assert (tmp_path / "there").read_text() == "kept"
@@ -894,7 +894,7 @@ def test_the_other_commands_take_no_toolkit(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as done:
         main(["--help"])
     assert done.value.code == 0
-    assert "generate from every text of a file" in capsys.readouterr().out
+    assert "generate for every text of a file" in capsys.readouterr().out
 
 
 def _status(run: Callable[[], int]) -> int:

@@ -288,7 +288,7 @@ def test_hook_leaves_alone_what_is_not_its_own(
     (tmp_path / "fastgen.pth").write_text("import other\n")
     for command in ("install-hook", "remove-hook"):
         assert main([command, "--site-packages", str(tmp_path)]) == 2
-        assert "holds something else" in capsys.readouterr().err
+        assert "has other content" in capsys.readouterr().err
     assert (tmp_path / "fastgen.pth").read_text() == "import other\n"
     assert main(["install-hook", "--site-packages", str(tmp_path / "nowhere")]) == 2
     assert "nowhere is not a folder" in capsys.readouterr().err

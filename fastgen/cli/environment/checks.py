@@ -195,7 +195,7 @@ def patches() -> Iterator[Finding]:
         subject = f"{toolkit}: {len(names)} patches" if len(names) > 1 else f"{names[0]}:"
         text = f"{subject} {state}" + (f": {reason}" if reason else "")
         if state == "applied":
-            differs = "according to the canary" in reason
+            differs = "as the canary found" in reason
             yield Finding("trouble" if differs else "note" if reason else "ok", text)
         elif "is not installed" in reason or reason == "FASTGEN_SKIP":
             yield Finding("note", text)

@@ -94,7 +94,9 @@ def _input(parser: argparse.ArgumentParser) -> None:
 def _output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     add = group.add_argument
-    add("--output", default=STDIN, metavar="FILE", help="default, and -: standard output")
+    add(
+        "--output", default=STDIN, metavar="FILE", help="output file; - or nothing: standard output"
+    )
     add(
         "--output-format",
         choices=writers.NAMES,
@@ -186,7 +188,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 def _big_little(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "the draft model", "See docs/bild.md. Lossless unless a threshold is given."
+        "draft model", "See docs/bild.md. Lossless unless a threshold is given."
     )
     add = group.add_argument
     add("--assistant-model", type=Path, metavar="MODEL", help=models.HELP)
@@ -208,7 +210,7 @@ def _big_little(parser: argparse.ArgumentParser) -> None:
         "--lossless",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="the large model's own output",
+        help="reproduce the large model's own output",
     )
     add(
         "--adaptive-draft",

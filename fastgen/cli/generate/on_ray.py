@@ -63,7 +63,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=COUNT,
         default=50_000,
         metavar="N",
-        help="format of the output (%(default)s)",
+        help="records per output file (%(default)s)",
     )
 
 
