@@ -105,10 +105,9 @@ def hardware(device: str) -> str:
     cpu for all others.
     """
     if not device.startswith("cuda"):
-        from fastgen.ops.processor import on_intel, on_zen5, without_avx512
+        from fastgen.cli.bench.measure import processor_kind
 
-        kinds = {"-intel": on_intel, "-zen5": on_zen5, "-avx2": without_avx512}
-        return device + next((kind for kind, is_it in kinds.items() if is_it()), "")
+        return f"{device}-{processor_kind()}".removesuffix("-")
     import torch
 
     return (

@@ -85,7 +85,7 @@ VARIABLES = (
         "FASTGEN_LINEAR",
         "auto",
         get_args(Linear),
-        "how linear layers run on a CPU: in C, by oneDNN or MKL",
+        "how linear layers run on a CPU; off, plain: by torch; packed: in C, regardless of memory",
     ),
     Variable(
         "FASTGEN_MEMORY",

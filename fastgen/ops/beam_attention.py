@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.ops import native, processor
+from fastgen.ops import native
 from fastgen.ops.cache import write_slots_
 from fastgen.ops.dispatch import (
     INTERPRETED,
@@ -40,12 +40,6 @@ from fastgen.ops.dispatch import (
 
 FEW = 16
 """Sentences times key heads up to which, on a CPU, the fixed cost of each operation dominates."""
-
-SINGLE = 256
-"""Largest number of sentences times heads for the fused attention of one short beam on Intel.
-
-Up to this number, torch's own attention is faster there for a single beam with few keys too.
-"""
 
 MANY, SHORT = 8, 128
 """Thresholds for the operand order of the products on a CPU.
@@ -126,9 +120,7 @@ def beam_attention(
     is faster (4 sentences, 16 heads, 512 keys: 1.1 against 1.3 ms).
 
     A single call of `scaled_dot_product_attention` beats both with up to `FEW` key heads in all (1
-    sentence, 4 heads, 32 keys: 17 against 48 us). On Intel processors it nearly always does if
-    every query head has its own key head (32 sentences, 8 heads, 160 keys, 4 beams: 838 against
-    1,548 us).
+    sentence, 4 heads, 32 keys: 17 against 48 us).
 
     A beam with every key masked by -inf gets NaN, or zeros where torch's own attention runs.
 
@@ -170,7 +162,7 @@ def beam_attention(
         return native.beam_attention(backend, query, keys, values, mask, scale)
     if seen is not None:
         return beam_attention_reference(query, keys, values, mask, scale, softcap, seen)
-    if query.device.type == "cpu" and softcap is None and _at_once(query, b * kv_heads, groups, n):
+    if query.device.type == "cpu" and softcap is None and b * kv_heads <= FEW:
         rows = query.transpose(1, 2)
         return F.scaled_dot_product_attention(
             rows, keys, values, mask, scale=scale, enable_gqa=groups > 1
@@ -203,21 +195,6 @@ def beam_attention(
     )
     out = torch.bmm(weights, values)
     return out.view(b, kv_heads, groups, m, -1).permute(0, 3, 1, 2, 4).reshape(b, m, h, -1)
-
-
-def _at_once(query: Tensor, key_heads: int, groups: int, keys: int) -> bool:
-    """Whether one call of torch's attention is faster on this CPU than separate products.
-
-    Args:
-        key_heads: the number of key heads of all sentences.
-        groups: query heads per key head.
-        keys: the number of keys.
-    """
-    if key_heads <= FEW:
-        return True
-    if groups > 1 or query.dtype != torch.float32 or not processor.on_intel():
-        return False
-    return query.shape[1] > 1 or keys > SHORT or key_heads <= SINGLE
 
 
 def beam_attention_with_weights(

@@ -1,5 +1,6 @@
 """Properties of the processor and the GPU settings that decide which implementation is faster."""
 
+import ctypes
 import os
 from functools import cache
 from pathlib import Path
@@ -8,31 +9,16 @@ import torch
 
 
 @cache
-def on_intel() -> bool:
-    """Return whether this is an Intel processor, where MKL reaches the full throughput."""
-    return "Intel" in torch.cpu.get_capabilities().get("cpu_name", "")
+def mkl_is_native() -> bool:
+    """Return whether torch's products run MKL's code for this processor's widest vectors.
 
-
-@cache
-def on_amd() -> bool:
-    """Return whether this is an AMD processor, where MKL reaches half of the throughput."""
-    return "AMD" in torch.cpu.get_capabilities().get("cpu_name", "")
-
-
-@cache
-def on_zen5() -> bool:
-    """Return whether this is an AMD processor with full-width AVX-512 units.
-
-    oneDNN uses them; MKL does not.
+    MKL asks this function of its own before it uses them, and runs slower code elsewhere.
     """
-    return on_amd() and bool(torch.cpu.get_capabilities().get("avx512_vp2intersect"))
-
-
-@cache
-def without_avx512() -> bool:
-    """Return whether this is an AMD processor with AVX2 alone, as those before Zen 4."""
-    capabilities = torch.cpu.get_capabilities()
-    return on_amd() and bool(capabilities.get("avx2")) and not capabilities.get("avx512_f")
+    torch_cpu = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if not torch.backends.mkl.is_available() or not torch_cpu.is_file():
+        return False
+    accepts = getattr(ctypes.CDLL(str(torch_cpu)), "mkl_serv_intel_cpu_true", None)
+    return accepts is not None and bool(accepts())
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

@@ -19,6 +19,7 @@ from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
 
 GIB, MIB = 2**30, 2**20
+needs_c = pytest.mark.skipif(native.library() is None, reason="there are no operations in C here")
 _system_memory = budget.system_memory  # the original, before a fixture replaces it
 
 
@@ -193,6 +194,7 @@ def _weights(model: Any) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if "wpe" not in name}
 
 
+@needs_c
 def test_what_is_held(model: Any) -> None:
     _generate(model)
     status = fastgen.status()
@@ -232,6 +234,7 @@ def test_nothing_is_held_for_a_model_that_is_gone() -> None:
         assert not any(fastgen.status().memory.values()), family
 
 
+@needs_c
 def test_without_memory_for_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are packed while memory lasts.
 
@@ -265,6 +268,7 @@ def test_without_memory_for_all(model: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert not fastgen.status().not_packed
 
 
+@needs_c
 @pytest.mark.parametrize("limit", ["0", "1MiB"])
 def test_a_limit(model: Any, limit: str, setting: Callable[[str, str], None]) -> None:
     with fastgen.disabled():

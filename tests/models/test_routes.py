@@ -28,15 +28,11 @@ from fastgen.models.memory import scratch as memory_module
 from fastgen.models.memory.scratch import Memory, _rounded
 from fastgen.models.routing import routes
 from fastgen.models.specs.families import FAMILIES
-from fastgen.ops import linear as linear_ops
 from fastgen.ops import native, processor
+from fastgen.ops.activation import activation_reference
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most
 from tests.support import zoo
-
-needs_onednn = pytest.mark.skipif(
-    bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used"
-)
 
 
 def _randn(*shape: int, seed: int) -> Tensor:
@@ -60,17 +56,10 @@ class Net(nn.Module):
         return self.last(self.conv(torch.tanh(hidden))) + self.small(hidden).sum()
 
 
-@pytest.fixture(params=["native", "onednn", "mkl"])
-def net(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Net]:
-    """Yield a net whose weights each library packs in turn."""
-    if request.param != "native":
-        request.getfixturevalue("by_torch_alone")
-    elif native.library() is None:
+@pytest.fixture
+def net() -> Iterator[Net]:
+    if native.library() is None:
         pytest.skip("there are no operations in C here")
-    if request.param == "mkl":
-        if linear_ops.unusable("mkl"):
-            pytest.skip("MKL cannot be used")
-        monkeypatch.setattr(processor, "on_intel", lambda: True)
     packed_weights.release()
     yield Net().eval()
     assert not routes._routes
@@ -104,12 +93,11 @@ def _routed(net: nn.Module) -> list[str]:
     return [name for name, module in net.named_modules() if "forward" in module.__dict__]
 
 
-@needs_onednn
 def test_routes(net: Net) -> None:
     at_rest = {name: dict(module.__dict__) for name, module in net.named_modules()}
     with routes.routed(net) as count:
-        assert count == 4
-        assert _routed(net) == ["first", "small", "conv", "last"]
+        assert count == 3
+        assert _routed(net) == ["first", "conv", "last"]
         _run(net)
         # The tied weight is packed once, the small one not at all.
         assert packed_weights.packed_bytes() == 4 * (320 * 640 + 320 * 640)
@@ -175,7 +163,6 @@ _CHANGES = [
 ]
 
 
-@needs_onednn
 @pytest.mark.parametrize("change", _CHANGES, ids=lambda change: change.__name__)
 def test_routes_after_a_change(net: Net, change: Callable[[Net], None]) -> None:
     """Weights change between two calls."""
@@ -186,7 +173,6 @@ def test_routes_after_a_change(net: Net, change: Callable[[Net], None]) -> None:
     _check_routes(net)
 
 
-@needs_onednn
 @pytest.mark.parametrize(
     "change", [c for c in _CHANGES if c is not _data], ids=lambda change: change.__name__
 )
@@ -199,7 +185,6 @@ def test_routes_during_a_change(net: Net, change: Callable[[Net], None]) -> None
     torch.testing.assert_close(found, _run(net, 1), atol=1e-3, rtol=1e-4)
 
 
-@needs_onednn
 @pytest.mark.parametrize("where", ["first", "last", "middle row"])
 def test_routes_after_one_row_changed(net: Net, where: str) -> None:
     """Write one row through `.data`, as when the output weights of one token are edited."""
@@ -208,7 +193,6 @@ def test_routes_after_one_row_changed(net: Net, where: str) -> None:
     _check_routes(net)
 
 
-@needs_onednn
 def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip layers that are not fp32 on a CPU, hooked, overridden, quantised or of another class.
 
@@ -219,6 +203,7 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
     net.other = Other(320, 640)
+    net.small = nn.Linear(640, 64)
     net.small.forward = net.small.forward
     net.conv.register_forward_hook(lambda *_: None)
     net.last.register_forward_pre_hook(lambda *_: None)
@@ -242,15 +227,18 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     assert linears.reason_off(net) == "FASTGEN_LINEAR=off"
 
 
-@needs_onednn
 def test_routes_by_setting(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = replace(config.settings(), linear="plain")
-    monkeypatch.setattr(config, "settings", lambda: settings)
-    _check_routes(net)
-    assert packed_weights.packed_bytes() == 0
+    """A setting that allows no packed copy leaves every product to torch."""
+    own = config.settings()
+    for change in ({"linear": "plain"}, {"memory": 0}):
+        settings = replace(own, **change)
+        monkeypatch.setattr(config, "settings", lambda settings=settings: settings)
+        with routes.routed(net) as count:
+            assert count == 0
+            _run(net)
+        assert packed_weights.packed_bytes() == 0
 
 
-@needs_onednn
 def test_routes_with_gradients_and_autocast(net: Net) -> None:
     """Training within a call uses torch's own product, which has a backward."""
     with routes.routed(net):
@@ -266,7 +254,6 @@ def test_routes_with_gradients_and_autocast(net: Net) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad)
 
 
-@needs_onednn
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_routes_with_a_bias_of_another_dtype(net: Net, dtype: torch.dtype) -> None:
     """The bias is rejected as by torch's own product, rather than read as fp32."""
@@ -276,60 +263,28 @@ def test_routes_with_a_bias_of_another_dtype(net: Net, dtype: torch.dtype) -> No
             run(net)
 
 
-@needs_onednn
 def test_routes_of_no_rows(net: Net) -> None:
     with routes.routed(net), torch.no_grad():
         for _ in range(3):
             assert net.first(X[:0]).shape == (0, 640)
 
 
-@needs_onednn
-def test_routes_of_few_rows(net: Net) -> None:
-    """With oneDNN or MKL, layers that need more rows to gain are left alone."""
-    counts = {
-        "native": (
-            (1, 3),
-            (2, 3),
-            (31, 3),
-            (32, 4),
-            (None, 4),
-        ),  # all layers with enough outputs; the others run by oneDNN
-        "onednn": ((1, 0), (2, 3), (31, 3), (32, 4), (None, 4)),
-        "mkl": ((10, 0), (11, 2), (16, 3), (10**6, 3), (None, 4)),
-    }
-    for rows, count in counts[linear_ops.packer()]:
-        with routes.routed(net, rows=rows) as routed:
-            assert routed == count
-            assert ("forward" in net.first.__dict__) == (count >= 2)
-            assert ("forward" in net.small.__dict__) == (count == 4)
-
-
-@needs_onednn
 def test_a_weight_is_packed_once(net: Net) -> None:
-    """A weight is packed once for all numbers of rows and activation functions.
-
-    Rows and activations that suit another library run by torch.
-    """
-    if linear_ops.unusable("onednn"):
-        pytest.skip("gelu is MKL's, too")
-    mkl, copies = linear_ops.by_mkl(), set[int]()
+    """A weight is packed once for all numbers of rows and activation functions."""
+    copies = set[int]()
     with routes.routed(net), torch.no_grad():
         layer = net.first.__dict__["forward"]
         for rows in (16, 20, 300, 20, 7000, 300, 16, 64, 300):
             x = _randn(rows, 320, seed=rows)
             expected = F.linear(x, net.first.weight, net.first.bias)
             for kind in (None, "gelu", "silu"):
-                wanted = (
-                    expected if kind is None else linear_ops.activation_reference(expected, kind)
-                )
+                wanted = expected if kind is None else activation_reference(expected, kind)
                 torch.testing.assert_close(layer.apply(x, kind), wanted, atol=1e-5, rtol=1e-4)
             copy = packed_weights.packed_of(net.first).copy
-            assert copy is None or isinstance(copy, linear_ops.MklWeight) == mkl
             copies |= set() if copy is None else {id(copy)}
     assert len(copies) == 1
 
 
-@needs_onednn
 @pytest.mark.parametrize("bias", [torch.ones(1), torch.ones(()), torch.ones(32, 640)])
 def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
     """torch broadcasts the bias over the rows."""
@@ -340,7 +295,6 @@ def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
             torch.testing.assert_close(net.first(x), F.linear(x, net.first.weight, bias))
 
 
-@needs_onednn
 @pytest.mark.parametrize("inputs", [300, 330, 1])
 def test_routes_of_inputs_that_do_not_fit(net: Net, inputs: int) -> None:
     """The layer raises its own error before anything is read."""
@@ -351,12 +305,12 @@ def test_routes_of_inputs_that_do_not_fit(net: Net, inputs: int) -> None:
             net.first(_randn(400, inputs, seed=0))
 
 
-@pytest.mark.parametrize("net", ["mkl"], indirect=True)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_many_rows_write_to_memory_that_is_there(
     net: Net, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linears, "LARGE", 4 * 300 * 320)
+    monkeypatch.setattr(processor, "mkl_is_native", lambda: True)
     layer, x = (
         (net.conv, _randn(3, 100, 640, seed=1))
         if transposed
@@ -397,7 +351,6 @@ def test_rows_of_a_call() -> None:
     assert all(rows_at_most(model, (), arguments) is None for arguments in unknown)
 
 
-@needs_onednn
 @pytest.mark.parametrize("change", [lambda net: net.to(torch.bfloat16), lambda net: net.to("meta")])
 def test_routes_forget_weights_that_have_left(net: Net, change: Callable[[nn.Module], Any]) -> None:
     _routed_run(net)
@@ -407,7 +360,6 @@ def test_routes_forget_weights_that_have_left(net: Net, change: Callable[[nn.Mod
         assert not packed_weights.packed_bytes()
 
 
-@needs_onednn
 def test_routes_nested(net: Net) -> None:
     wanted = _run(net)
     with routes.routed(net) as outer:
@@ -423,19 +375,17 @@ def test_routes_nested(net: Net) -> None:
     assert not _routed(net)
 
 
-@needs_onednn
 def test_routes_overlapping(net: Net) -> None:
     """Calls of one model may end in the order in which they started."""
     first, second = ExitStack(), ExitStack()
     first.enter_context(routes.routed(net))
     second.enter_context(routes.routed(net))
     first.close()
-    assert len(_routed(net)) == 4
+    assert len(_routed(net)) == 3
     second.close()
     assert not _routed(net)
 
 
-@needs_onednn
 def test_routes_of_models_with_common_layers(net: Net) -> None:
     other = nn.Sequential(net.first, nn.Linear(640, 320))
     ours, others = ExitStack(), ExitStack()
@@ -448,7 +398,6 @@ def test_routes_of_models_with_common_layers(net: Net) -> None:
     assert not _routed(other)
 
 
-@needs_onednn
 def test_routes_concurrent(net: Net) -> None:
     wanted, errors = _run(net), []
 
@@ -468,7 +417,6 @@ def test_routes_concurrent(net: Net) -> None:
     assert not _routed(net)
 
 
-@needs_onednn
 def test_a_copy_is_no_part_of_the_route(net: Net) -> None:
     """A model copied while it generates always computes with its own weights."""
     with routes.routed(net):
@@ -482,7 +430,6 @@ def test_a_copy_is_no_part_of_the_route(net: Net) -> None:
     assert not bool((_run(net) == 0).all())
 
 
-@needs_onednn
 def test_routes_keep_no_model_alive(net: Net) -> None:
     other = Net().eval()
     _routed_run(other)
@@ -524,7 +471,6 @@ def _bart_block() -> tuple[Any, Any]:
     return model, model.model.encoder.layers[0]
 
 
-@needs_onednn
 def test_an_activation_overwrites_what_nobody_else_reads() -> None:
     model, block = _bart_block()
     with torch.no_grad(), routes.routed(model, FAMILIES["bart"]):
@@ -539,7 +485,6 @@ def test_an_activation_overwrites_what_nobody_else_reads() -> None:
         assert not isinstance(twin.forward, activation.Activation)
 
 
-@needs_onednn
 @pytest.mark.parametrize(
     "what", ["hook on fc1", "hook on activation_fn", "pre-hook on activation_fn", "own forward"]
 )
@@ -558,7 +503,6 @@ def test_an_activation_that_somebody_watches_is_left_alone(what: str) -> None:
         assert block.activation_fn.__dict__ == before
 
 
-@needs_onednn
 def test_an_activation_in_a_class_of_the_users_is_left_alone() -> None:
     """A user's class may read the layer's output twice."""
     model, block = _bart_block()
@@ -571,7 +515,6 @@ def test_an_activation_in_a_class_of_the_users_is_left_alone() -> None:
         assert "forward" not in block.activation_fn.__dict__
 
 
-@needs_onednn
 def test_activations_with_gradients() -> None:
     model, block = _bart_block()
     x = _randn(2, 3, model.config.d_model, seed=1)
@@ -685,7 +628,6 @@ def test_memory_with_threads() -> None:
     assert not errors
 
 
-@needs_onednn
 def test_large_outputs_lie_in_memory_used_again(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = _run(net, 1)
     monkeypatch.setattr(linears, "LARGE", 1)
@@ -712,7 +654,6 @@ def _head(model: Any) -> tuple[Tensor, Any]:
     return _randn(3, 1, model.config.d_model, seed=3), model.lm_head
 
 
-@needs_onednn
 @pytest.mark.parametrize("family", BIASED)
 @pytest.mark.parametrize("zero", [True, False])
 def test_the_bias_of_every_family_is_added_in_place(family: str, zero: bool) -> None:
@@ -731,7 +672,6 @@ def test_the_bias_of_every_family_is_added_in_place(family: str, zero: bool) -> 
     assert not _routed(model)
 
 
-@needs_onednn
 @pytest.mark.parametrize("zero", [True, False])
 def test_the_output_of_a_head_is_a_plain_tensor_to_everything_else(zero: bool) -> None:
     model = zoo.build("marian", torch.float32)
@@ -755,7 +695,6 @@ def test_the_output_of_a_head_is_a_plain_tensor_to_everything_else(zero: bool) -
         torch.testing.assert_close(result, plain + bias)
 
 
-@needs_onednn
 @pytest.mark.parametrize("what", ["own forward", "a user's class", "hook on the head", "gradients"])
 def test_a_head_that_may_be_used_otherwise_is_left_alone(what: str) -> None:
     model = zoo.build("bart", torch.float32)

@@ -20,7 +20,7 @@ import fastgen
 from fastgen import config
 from fastgen.cli.environment import checks
 from fastgen.decoding.search.finishing_rules import TransformersRule
-from fastgen.ops import native, processor
+from fastgen.ops import native
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.counts import calls
 from fastgen.ops.native import build
@@ -352,18 +352,13 @@ def test_whole_calls(variant: str, family: str) -> None:
     assert calls["log_softmax", "native"] == calls["beam_attention", "native"] == 0
 
 
-def test_of_other_processors_only_when_asked(
-    variant: str, setting: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+def test_c_runs_unless_a_setting_says_otherwise(
+    variant: str, setting: Callable[[str, str], None]
 ) -> None:
-    monkeypatch.setattr(processor, "on_amd", lambda: False)
-    assert native.library() is None
-    assert (
-        native.state()
-        == f"for {variant}, not used: they are for processors of AMD's, but for FASTGEN_OPS=native"
-    )
-    setting("FASTGEN_OPS", "native")
-    assert native.library() is not None
-    assert native.state() == f"for {variant}"
+    for value in ("auto", "native"):
+        setting("FASTGEN_OPS", value)
+        assert native.library() is not None
+        assert native.state() == f"for {variant}"
     setting("FASTGEN_OPS", "reference")
     assert native.library() is None
     assert native.state() == f"for {variant}, not used: FASTGEN_OPS=reference"
@@ -535,3 +530,15 @@ def test_products(variant: str, rows: int, threads: int, monkeypatch: pytest.Mon
         found = native.product(by, x, native.packed(by, weight), bias, "relu", residual, out)
         expected = torch.relu(x.double() @ weight.double().T + bias) + residual
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_runs_in_c_where_torch_does_not_say_who_observes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    native.found.cache_clear()
+    try:
+        monkeypatch.delattr(torch._C, "_len_torch_dispatch_stack")
+        assert native.found().library is None
+        assert "_len_torch_dispatch_stack" in native.state()
+    finally:
+        native.found.cache_clear()

@@ -2,9 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -517,33 +516,17 @@ def test_attention(
         _check_attention(query, keys, values, mask, softcap)
 
 
-@pytest.mark.parametrize(
-    ("b", "m", "h", "kv", "n", "dtype", "intel", "elsewhere"),
-    [
-        (2, 4, 8, 8, 30, torch.float32, True, True),
-        (8, 1, 8, 8, 30, torch.float32, True, False),
-        (64, 1, 8, 8, 30, torch.float32, False, False),
-        (64, 1, 8, 8, 300, torch.float32, True, False),
-        (64, 2, 8, 8, 30, torch.float32, True, False),
-        (8, 4, 8, 4, 30, torch.float32, False, False),
-        (8, 4, 8, 8, 30, torch.bfloat16, False, False),
-    ],
-)
-def test_attention_at_once(
-    b: int, m: int, h: int, kv: int, n: int, dtype: torch.dtype, intel: bool, elsewhere: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+@pytest.mark.parametrize(("b", "expected"), [(2, True), (3, False)])
+def test_few_heads_are_attended_to_at_once(b: int, expected: bool, by_torch_alone: None) -> None:
     """Check when torch's own attention runs; the tests above choose by setting `FEW`."""
-    query, keys, values = _attention(b, m, h, kv, n, 8, dtype)
-    found: list[Tensor] = []
-    for on_intel, expected in ((True, intel), (False, elsewhere)):
-        monkeypatch.setattr(processor, "on_intel", lambda on_intel=on_intel: on_intel)
-        with patch.object(
-            F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention
-        ) as own:
-            found.append(beam_attention(query, keys, values, None, 8**-0.5))
-        assert own.called == expected
-    torch.testing.assert_close(found[0], found[1])
+    query, keys, values = _attention(b, 4, 8, 8, 30, 8, torch.float32)
+    with patch.object(
+        F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention
+    ) as own:
+        found = beam_attention(query, keys, values, None, 8**-0.5)
+    assert own.called == expected
+    reference = beam_attention_reference(query, keys, values, None, 8**-0.5)
+    torch.testing.assert_close(found, reference)
 
 
 def test_attention_is_the_toolkits() -> None:
@@ -614,31 +597,11 @@ def test_attention_errors(query: tuple[int, ...], keys: tuple[int, ...]) -> None
 
 # Linear layers.
 
-needs_onednn = pytest.mark.skipif(
-    bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used"
-)
-needs_mkl = pytest.mark.skipif(bool(linear_ops.unusable("mkl")), reason="MKL cannot be used")
 
-
-@contextmanager
-def _in_fp64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def _forms(weight: Tensor) -> list[linear_ops.Packed]:
+def _forms(weight: Tensor) -> list[Tensor | linear_ops.PanelWeight]:
     """Return a weight in each of the forms that `linear` accepts."""
-    forms = [
-        weight,
-        linear_ops.pack(weight),
-        *(linear_ops._pack_for_onednn(weight.contiguous(), rows) for rows in (1, 16)),
-    ]
-    if linear_ops.unusable("mkl") is None:
-        forms += [linear_ops._pack_for_mkl(weight.contiguous(), rows) for rows in (1, 5, 1000)]
-    return forms
+    packed = linear_ops.pack(weight)
+    return [weight] if packed is None else [weight, packed]
 
 
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -655,7 +618,6 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     assert unmodified()
 
 
-@needs_onednn
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(
     ("lead", "k", "n"),
@@ -669,7 +631,6 @@ def test_linear(lead: tuple[int, ...], k: int, n: int, with_bias: bool) -> None:
     _check_linear(_randn(*lead, k), _randn(n, k, seed=1), _randn(n, seed=2) if with_bias else None)
 
 
-@needs_onednn
 def test_linear_strided() -> None:
     """x and the weight are strided; see below for the bias."""
     weight, bias = _randn(48, 32, seed=1), _randn(48, seed=2)
@@ -681,14 +642,12 @@ def test_linear_strided() -> None:
     _check_linear(_randn(6, 32), _randn(96, 64)[::2, ::2], bias)
 
 
-@needs_onednn
 @pytest.mark.parametrize("kind", ["every other", "expanded"])
 def test_linear_strided_bias(kind: str) -> None:
     bias = _randn(96)[::2] if kind == "every other" else _randn(1).expand(48)
     _check_linear(_randn(6, 32), _randn(48, 32, seed=1), bias)
 
 
-@needs_onednn
 def test_linear_special_values() -> None:
     """NaN and infinity propagate as in torch's own product."""
     x, weight = _randn(4, 32), _randn(48, 32, seed=1)
@@ -697,76 +656,6 @@ def test_linear_special_values() -> None:
         found, reference = linear_ops.linear(x, form), F.linear(x, weight)
         assert torch.equal(found.isnan(), reference.isnan())
         assert torch.equal(found.isinf(), reference.isinf())
-
-
-@needs_mkl
-@pytest.mark.parametrize("rows", [1, 3, 16, 100, 128, 129, 400])
-def test_linear_by_mkl_with_what_comes_behind(rows: int) -> None:
-    """MKL adds a residual or an activation, for weights packed for any number of rows.
-
-    x may have more or fewer rows than that.
-    """
-    x, weight, bias, residual = (
-        _randn(rows, 96),
-        _randn(200, 96, seed=1),
-        _randn(200, seed=2),
-        _randn(rows, 200, seed=3),
-    )
-    expected = F.linear(x, weight, bias)
-    for laid_out in (1, *linear_ops.PACKED_ROWS_MKL, 5000):
-        form = linear_ops._pack_for_mkl(weight, laid_out)
-        assert linear_ops.packed_bytes(form) == 4 * 96 * 200
-        torch.testing.assert_close(
-            linear_ops.linear(x, form, bias, residual=residual), expected + residual
-        )
-        for kind in linear_ops.FUNCTIONS:
-            found = linear_ops.linear(x, form, bias, kind)
-            torch.testing.assert_close(
-                found, linear_ops.activation_reference(expected, kind), atol=1e-5, rtol=1e-4
-            )
-
-
-@needs_mkl
-def test_rows_that_mkl_lays_out_for(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack for 64 rows where packing for 128 would have MKL share the rows among threads."""
-    monkeypatch.setattr(processor, "on_intel", lambda: True)
-    laid_out: list[int] = []
-    monkeypatch.setattr(linear_ops, "_pack_for_mkl", lambda _, rows: laid_out.append(rows))
-    for threads, outputs in (
-        (1, 127),
-        (1, 128),
-        (2, 255),
-        (2, 256),
-        (8, 1000),
-        (8, 1024),
-        (16, 1024),
-    ):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        linear_ops.pack(torch.empty(outputs, 8))
-    assert laid_out == [64, 128, 64, 128, 64, 128, 64]
-
-
-@pytest.mark.parametrize("around", [
-    lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.device("meta"),
-    torch.inference_mode, _in_fp64,
-])  # fmt: skip
-def test_what_a_torch_has_does_not_depend_on_who_asks_first(around: Callable[[], Any]) -> None:
-    before = [linear_ops.unusable(library) for library in ("mkl", "onednn", "plain")]
-    linear_ops.unusable.cache_clear()
-    try:
-        with around():
-            assert [
-                linear_ops.unusable(library) for library in ("mkl", "onednn", "plain")
-            ] == before
-    finally:
-        linear_ops.unusable.cache_clear()
-
-
-@needs_onednn
-def test_useful_rows(by_torch_alone: None) -> None:
-    shapes = {(256, 256): 32, (512, 256): 2, (2048, 512): 1, (128, 512): 32}
-    assert {shape: linear_ops.useful_rows(*shape).start for shape in shapes} == shapes
-    assert all(10**9 in linear_ops.useful_rows(*shape) for shape in shapes)
 
 
 @pytest.mark.parametrize("variant", ["avx2", "avx512"])
@@ -784,129 +673,68 @@ def test_weights_that_are_packed_for_c(variant: str, monkeypatch: pytest.MonkeyP
     shapes = {
         (64, 64): (True, 16), (128, 128): (True, 2), (256, 256): (True, 1), (48, 64): (True, 16),
         (16, 64): (True, None if wide else 16),
-        (15, 512): (False, None if linear_ops.by_mkl() else 0),
-        (16, 4096): (not wide, 0 if wide else 1), (66, 1024): (not wide, 0 if wide else 1),
+        (15, 512): (False, None), (16, 4096): (not wide, None if wide else 1),
+        (66, 1024): (not wide, None if wide else 1),
         (32000, 512): (True, 1),
     }  # fmt: skip
     for shape, (in_panels, least) in shapes.items():
         assert (linear_ops.native_for(*shape) is by) == in_panels, shape
         rows = linear_ops.useful_rows(*shape)
-        assert least == 0 or (rows.start if rows else None) == least, shape
+        assert (rows.start if rows else None) == least, shape
         form = linear_ops.pack(_randn(*shape))
-        assert isinstance(form, linear_ops.PanelWeight) == in_panels
-        assert linear_ops.suits(form, *shape)
-        if in_panels:
-            assert linear_ops.packed_bytes(form) == linear_ops.bytes_to_pack(*shape)
+        assert (form is not None) == in_panels
+        bytes_ = linear_ops.bytes_to_pack(*shape)
+        assert bytes_ == (0 if form is None else linear_ops.packed_bytes(form))
+        assert form is None or linear_ops.suits(form, *shape)
 
 
-@needs_onednn
-def test_useful_rows_on_zen5(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "on_zen5", lambda: True)
-    shapes = {
-        (128, 128): 128,
-        (192, 192): 64,
-        (256, 256): 32,
-        (576, 192): 4,
-        (1024, 256): 1,
-        (512, 512): 1,
-    }
-    assert {shape: linear_ops.useful_rows(*shape).start for shape in shapes} == shapes
+def test_many_rows_run_by_mkl_where_it_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.library() is None:
+        pytest.skip("there are no operations in C here")
+    shapes = {(512, 512): 256, (4096, 1024): 512}
+    for shape, most in shapes.items():
+        assert 10**9 in linear_ops.useful_rows(*shape)
+        with monkeypatch.context() as patched:
+            patched.setattr(processor, "mkl_is_native", lambda: True)
+            assert linear_ops.useful_rows(*shape) == range(1, most + 1)
+            assert linear_ops.described() == "in C up to 512 rows, beyond by MKL"
+    assert linear_ops.described() == "in C"
 
 
-@pytest.mark.parametrize(
-    ("name", "has", "expected"),
-    [
-        ("AMD EPYC", True, (False, True)),
-        ("AMD EPYC", False, (False, False)),
-        ("Intel(R) Core(TM)", True, (True, False)),
-    ],
-)
-def test_processors(
-    name: str, has: bool, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()  # undoes the fixture's choice of a processor
-    monkeypatch.setattr(
-        torch.cpu, "get_capabilities", lambda: {"cpu_name": name, "avx512_vp2intersect": has}
-    )
-    kinds = processor.on_intel, processor.on_zen5
-    for kind in (*kinds, processor.on_amd):
-        kind.cache_clear()
+def test_mkl_answers_whether_it_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MKL's own function is asked; a torch without it counts as not native."""
+    monkeypatch.undo()  # undoes the fixture's choice
+    processor.mkl_is_native.cache_clear()
     try:
-        assert tuple(kind() for kind in kinds) == expected
+        assert processor.mkl_is_native() in (True, False)
+        for answer in (0, 1):
+            functions = SimpleNamespace(mkl_serv_intel_cpu_true=lambda answer=answer: answer)
+            for has, expected in ((functions, bool(answer)), (SimpleNamespace(), False)):
+                monkeypatch.setattr(processor.ctypes, "CDLL", lambda _, has=has: has)
+                monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+                processor.mkl_is_native.cache_clear()
+                assert processor.mkl_is_native() == expected
     finally:
-        for kind in (*kinds, processor.on_amd):
-            kind.cache_clear()
+        processor.mkl_is_native.cache_clear()
 
 
-@needs_mkl
-def test_useful_rows_by_mkl(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "on_intel", lambda: True)
-    shapes = {
-        (128, 128): (64, 256),
-        (256, 128): (16, 256),
-        (256, 256): (16, 256),
-        (768, 768): (16, 256),
-        (4096, 1024): (4, 512),
-        (192, 768): (16, 256),
-        (300, 1000): (16, 256),
-        (320, 2048): (16, 512),
-        (1024, 4096): (8, 512),
-        (96, 1024): (16, 256),
-    }
-    assert {
-        shape: (rows[0], rows[-1]) for shape in shapes if (rows := linear_ops.useful_rows(*shape))
-    } == shapes
-    assert not linear_ops.useful_rows(100, 400)
-    assert not linear_ops.useful_rows(95, 8192)
-    widening = {(512, 128): 32, (768, 192): 15, (1024, 256): 8, (4096, 1024): 4}
-    for kind in linear_ops.DEAR:
-        assert {shape: linear_ops.useful_rows(*shape, kind).start for shape in widening} == widening
-    assert linear_ops.useful_rows(1024, 256, "silu") == linear_ops.useful_rows(1024, 256)
-
-
-@needs_mkl
-@needs_onednn
-def test_who_packs_where_both_can(by_torch_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "on_intel", lambda: True)
-    weight = _randn(64, 64)
-    for kind, mkl in ((None, True), ("silu", True), ("gelu", False), ("gelu_tanh", False)):
-        form = linear_ops.pack(weight, 16, kind)
-        assert isinstance(form, linear_ops.MklWeight) == mkl
-        fitting = [
-            other
-            for other in (None, "silu", "gelu", "gelu_tanh")
-            if linear_ops.suits(form, 64, 64, other)
-        ]
-        assert fitting == ([None, "silu"] if mkl else ["gelu", "gelu_tanh"])
-
-
-@needs_onednn
 @pytest.mark.parametrize(("rows", "n"), [(1, 8), (64, 8), (65, 8), (200, 40), (3, 50_264)])
-def test_linear_into(rows: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every element is written, in chunks of rows of which the last one is smaller."""
-    monkeypatch.setattr(linear_ops, "CHUNK", 4096)
-    x, weight, bias = _randn(2, rows, 48)[:, ::1], _randn(n, 48, seed=1), _randn(n, seed=2)
-    for form in _forms(weight)[:4]:  # without those of MKL
-        y = torch.full((2, rows, n), torch.nan)
-        linear_ops.linear_into(y, x, form, bias)
-        torch.testing.assert_close(y, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
-
-
-@needs_mkl
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_a_plain_weight_is_torchs_own_where_that_is_mkl(
-    with_bias: bool, by_torch_alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processor, "on_intel", lambda: True)
-    x, weight, bias = (
-        _randn(2, 70, 48),
-        _randn(90, 48, seed=1),
-        _randn(90, seed=2) if with_bias else None,
-    )
-    expected, y = F.linear(x, weight, bias), torch.full((2, 70, 90), torch.nan)
-    assert torch.equal(linear_ops.linear(x, weight, bias), expected)
-    linear_ops.linear_into(y, x, weight, bias, "relu")
-    assert torch.equal(y, expected.relu())
+def test_linear_into_memory(rows: int, n: int, activation: str | None, with_bias: bool) -> None:
+    """Every element of the output is written, with the residual and the activation."""
+    x, weight, bias = _randn(2, rows, 48), _randn(n, 48, seed=1), _randn(n, seed=2)
+    residual = _randn(2, rows, n, seed=3) if activation is None else None
+    expected = F.linear(x, weight, bias if with_bias else None)
+    if activation is not None:
+        expected = linear_ops.activation_(expected, activation)
+    if residual is not None:
+        expected = expected + residual
+    for form in _forms(weight):
+        out = torch.full((2, rows, n), torch.nan)
+        found = linear_ops.linear(x, form, bias if with_bias else None, activation, residual, out)
+        assert found.data_ptr() == out.data_ptr()
+        torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
 # Activation functions.

@@ -391,9 +391,20 @@ def _git() -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str | None:
-    from fastgen.ops.processor import on_zen5, without_avx512
+def processor_kind() -> str:
+    """Return a label for kinds of processors whose results differ: intel, zen5, avx2 or ""."""
+    import torch
 
+    capabilities = torch.cpu.get_capabilities()
+    name = str(capabilities.get("cpu_name", ""))
+    if "Intel" in name:
+        return "intel"
+    if capabilities.get("avx512_vp2intersect"):
+        return "zen5"
+    return "avx2" if capabilities.get("avx2") and not capabilities.get("avx512_f") else ""
+
+
+def _cpu_model() -> str | None:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -401,4 +412,5 @@ def _cpu_model() -> str | None:
     name = next(
         (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None
     )
-    return f"{name} (Zen 5)" if on_zen5() else f"{name} (AVX2)" if without_avx512() else name
+    kind = {"zen5": " (Zen 5)", "avx2": " (AVX2)"}.get(processor_kind(), "")
+    return name and f"{name}{kind}"

@@ -147,12 +147,7 @@ def devices() -> Iterator[Finding]:
         "ok",
         f"CPU: {capabilities.get('cpu_name') or platform.machine()}; vector units: {available}",
     )
-    implementation, reason = linear.described()
-    text = f"fp32 linear layers on the CPU: {implementation}"
-    if reason:
-        yield Finding("note", f"{text}: {reason}")
-    else:
-        yield Finding("ok", f"{text}, with packed weights, where that is faster")
+    yield Finding("ok", f"fp32 linear layers on the CPU: {linear.described()}")
     text = f"attention and token selection in fp32 on the CPU, in C: {native.state()}"
     if native.found().library is None:
         compilable = native.found().variant in native.build.variants()

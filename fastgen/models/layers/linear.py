@@ -6,7 +6,7 @@ Layers that are quantised, parametrised, hooked or overridden keep their own for
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from fastgen.models.layers.packed_weights import GIVEN_UP, Packed, has_stopped_p
 from fastgen.models.memory.scratch import Memory
 from fastgen.models.routing.instance import Routed, untouched
 from fastgen.ops import linear as ops
-from fastgen.ops.activation import FUNCTIONS, activation_
+from fastgen.ops.activation import activation_
 
 MERGED = (0, 4 * 2**20)
 """Largest weight, in bytes, that is merged with others reading the same input: (CPU, device).
@@ -27,36 +27,6 @@ cores).
 
 LARGE = 16 * 2**20
 """Smallest output, in bytes, that is placed in reusable memory (`models.memory.scratch`)."""
-
-
-class _Useful(NamedTuple):
-    """The inputs for which a packed weight is faster.
-
-    Attributes:
-        elements: Fewest and most elements of x, by the kind of the fused activation function.
-        least: Fewest rows with any activation function.
-        plain: Fewest elements of x from which a product other than torch's may be faster with the
-            unpacked weight.
-    """
-
-    elements: dict[str | None, tuple[int, int]]
-    least: int
-    plain: int
-
-
-@functools.cache
-def _useful(outputs: int, inputs: int, packer: str | None) -> _Useful:
-    """Cached by layer size and packing library, as every call looks it up for every layer."""
-    rows = {kind: ops.useful_rows(outputs, inputs, kind) for kind in (None, *FUNCTIONS)}
-    elements = {
-        kind: (max(1, counts.start * inputs), (counts.stop - 1) * inputs)
-        for kind, counts in rows.items()
-    }
-    activated = outputs > inputs  # only these layers can have a fused activation function
-    least = min(rows[kind].start for kind in rows if activated or kind is None)
-    return _Useful(
-        elements, least, max(1, ops.useful_rows(outputs, inputs, packed=False).start * inputs)
-    )
 
 
 class Product(Protocol):
@@ -91,6 +61,8 @@ class Linear(Routed):
 
     Attributes:
         transposed: Whether the weight is (K, N), as in GPT-2's Conv1D.
+        least: Fewest elements of an input for which the product in C is faster.
+        most: Most elements of an input for which it is faster.
         handed_on: Applied to the fresh output where a single reader may overwrite it; None for
             none.
     """
@@ -103,24 +75,24 @@ class Linear(Routed):
         self.transposed = transposed
         self.handed_on: Callable[[Tensor], Tensor] | None = None
         settings = config.settings()
-        self.packs, self.always = settings.packs, settings.linear == "packed"
+        self.always = settings.linear == "packed"
         self.entry: Packed | None = None
         self.outputs, self.inputs = _sizes(module)
-        useful = _useful(self.outputs, self.inputs, ops.packer())
-        self.useful, self.useful_plain = useful.elements, useful.plain
+        rows = ops.useful_rows(self.outputs, self.inputs)
+        self.least, self.most = max(1, rows.start * self.inputs), (rows.stop - 1) * self.inputs
         self.own: Own | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return type(self.module).forward(self.module, x)
-        form = self._form(x, None)
+        form = self._form(x)
         y = type(self.module).forward(self.module, x) if form is None else self._product(x, form)
         return y if self.handed_on is None or y.requires_grad else self.handed_on(y)
 
     def apply(
         self, x: Tensor, activation: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        form = self._form(x, activation)
+        form = self._form(x)
         if form is not None:
             return self._product(x, form, activation, residual)
         if self.own is None:
@@ -130,25 +102,20 @@ class Linear(Routed):
     def _product(
         self,
         x: Tensor,
-        form: ops.Packed,
+        form: ops.PanelWeight | Tensor,
         activation: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        bias = self.module.bias
-        if isinstance(form, ops.MklWeight) or not self._is_large(x):
-            return ops.linear(x, form, bias, activation, residual)
-        y = self.memory.take(x, *x.shape[:-1], self.outputs)
-        ops.linear_into(y, x, form, bias, activation)
-        return y if residual is None else y.add_(residual)
+        out = self.memory.take(x, *x.shape[:-1], self.outputs) if self._is_large(x) else None
+        return ops.linear(x, form, self.module.bias, activation, residual, out)
 
     def _is_large(self, x: Tensor) -> bool:
         return 4 * (x.numel() // x.shape[-1]) * self.outputs >= LARGE
 
-    def _form(self, x: Tensor, activation: str | None) -> ops.Packed | None:
+    def _form(self, x: Tensor) -> ops.PanelWeight | Tensor | None:
         """Return the weight as `ops.linear` takes it; None where the layer's own product runs."""
         # Test few rows of a small weight first: small calls consist mostly of such layers.
-        least, most = self.useful[activation]
-        if x.numel() < least:
+        if x.numel() < self.least:
             return None
         weight = self.module.weight
         if x.shape[-1] != self.inputs:  # the layer raises an error of its own
@@ -156,34 +123,22 @@ class Linear(Routed):
         if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return None
         plain = weight.t() if self.transposed else weight
-        if x.numel() > most:
-            return plain if self._is_large(x) else None
-        copy = self._copy(weight, plain, x.numel() // x.shape[-1], activation)
-        if copy is not None:
-            return copy
-        return None if self.transposed or x.numel() < self.useful_plain else weight
+        copy = self._copy(weight, plain) if x.numel() <= self.most else None
+        return plain if copy is None and self._is_large(x) else copy
 
     def in_panels(self) -> ops.PanelWeight | None:
         """Return the weight as a step in C reads it; None where it is not packed that way."""
         weight = self.module.weight
-        copy = self._copy(weight, weight.t() if self.transposed else weight, 1, None)
-        return copy if isinstance(copy, ops.PanelWeight) else None
+        return self._copy(weight, weight.t() if self.transposed else weight)
 
-    def _copy(
-        self, weight: Tensor, plain: Tensor, rows: int, activation: str | None
-    ) -> ops.Packed | None:
+    def _copy(self, weight: Tensor, plain: Tensor) -> ops.PanelWeight | None:
         """Return the packed weight, packing it if it is used often; None where there is none."""
-        if not self.packs:
-            return None
         entry = self.entry
         if entry is None or entry.is_stale(weight):
             entry = self.entry = packed_of(self.module)
-        copy = entry.copied(weight, plain, rows, activation, always=self.always)
-        return (
-            copy
-            if copy is not None and ops.suits(copy, self.outputs, self.inputs, activation)
-            else None
-        )
+        copy = entry.copied(weight, plain, always=self.always)
+        suits = copy is not None and ops.suits(copy, self.outputs, self.inputs)
+        return copy if suits else None
 
 
 class Own:
@@ -320,45 +275,23 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
-def layers(
-    modules: Iterable[nn.Module], rows: int | None = None
-) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield (layer, transposed) for every linear layer that can be routed and gains from it.
+def layers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield (layer, transposed) for every linear layer that is packed for C.
 
-    Args:
-        modules: Modules to select from.
-        rows: Most rows of a product; None for any number.
+    Even the smallest layers are, as a decode step in C needs all of them packed.
     """
     for module in modules:
-        if is_linear(module) and gains(module, rows) and is_plain(module):
+        if is_linear(module) and is_plain(module) and ops.native_for(*_sizes(module)) is not None:
             yield module, is_transposed(module)
-
-
-def gains(module: nn.Module, rows: int | None) -> bool:
-    """Return whether a packed weight may speed up products of up to `rows` rows.
-
-    None stands for any number of rows. With C even the smallest layers qualify, as a decode step
-    in C needs all of them packed.
-    """
-    if rows is None:
-        return True
-    weight = module._parameters.get("weight")
-    if weight is None:
-        return False
-    if ops.native_for(*_sizes(module)) is not None:
-        return True
-    return rows >= _least(weight.shape, is_transposed(module), ops.packer())
-
-
-@functools.cache
-def _least(shape: tuple[int, int], transposed: bool, packer: str | None) -> int:
-    return _useful(*(reversed(shape) if transposed else shape), packer).least
 
 
 def reason_off(model: nn.Module) -> str | None:
     """Return why a model's linear layers keep torch's own product; None where they are routed."""
-    if config.settings().linear == "off":
-        return "FASTGEN_LINEAR=off"
+    settings = config.settings()
+    if settings.linear in ("off", "plain"):
+        return f"FASTGEN_LINEAR={settings.linear}"
+    if settings.memory == 0:
+        return "FASTGEN_MEMORY=0"
     if has_stopped_packing():
         return GIVEN_UP
     weight = next(iter(model.parameters()), None)

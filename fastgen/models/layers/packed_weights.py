@@ -54,7 +54,7 @@ class Packed:
     stride: int
     probe: Tensor
     uses: int = 0
-    copy: ops.Packed | None = None
+    copy: ops.PanelWeight | None = None
     shortage: str | None = None
 
     def is_of(self, weight: Tensor) -> bool:
@@ -64,16 +64,12 @@ class Packed:
     def is_stale(self, weight: Tensor) -> bool:
         return self.address != weight.data_ptr() or self.version != weight._version
 
-    def copied(
-        self, weight: Tensor, plain: Tensor, rows: int, activation: str | None, always: bool
-    ) -> ops.Packed | None:
+    def copied(self, weight: Tensor, plain: Tensor, always: bool) -> ops.PanelWeight | None:
         """Return the copy, packing the weight if it is used often; None where there is none.
 
         Args:
             weight: The weight.
             plain: The weight as (N, K).
-            rows: Rows of the product.
-            activation: Kind of the fused activation function; None for none.
             always: Whether to pack regardless of the memory that is left.
         """
         global _was_short
@@ -82,15 +78,15 @@ class Packed:
             if self.uses >= OFTEN or _at_once.get():
                 self.shortage = _shortage(plain, always)
                 if self.shortage is None:
-                    self._pack(plain, rows, activation)
+                    self._pack(plain)
                 if self.copy is None:
                     self.uses = OFTEN - AGAIN
                 _was_short = _was_short or self.shortage is not None
         return self.copy
 
-    def _pack(self, plain: Tensor, rows: int, activation: str | None) -> None:
+    def _pack(self, plain: Tensor) -> None:
         try:
-            self.copy = ops.pack(plain, rows, activation)
+            self.copy = ops.pack(plain)
         except RuntimeError as error:  # although the system reported free memory
             if not is_out_of_memory(error):
                 raise

@@ -9,7 +9,6 @@ from weakref import WeakSet
 
 from torch import nn
 
-from fastgen import config
 from fastgen.context import at_end, not_at_end
 from fastgen.models.build.patched_torch import replaced
 from fastgen.models.layers import activation, head_bias, linear, norm
@@ -18,7 +17,6 @@ from fastgen.models.memory.scratch import memory_of
 from fastgen.models.routing import instance
 from fastgen.models.routing.instance import install, own_forwards, reason_compiled, restore
 from fastgen.models.specs.families import Family
-from fastgen.ops import linear as ops
 
 _lock = threading.RLock()
 
@@ -59,14 +57,10 @@ class routed:
     Args:
         model: The model.
         family: Names the layers whose output has a single reader, which may overwrite it.
-        rows: Most rows of a product; layers that only gain from more are not routed. None for any
-            number.
     """
 
-    def __init__(
-        self, model: nn.Module, family: Family | None = None, rows: int | None = None
-    ) -> None:
-        self._model, self._family, self._rows = model, family, rows
+    def __init__(self, model: nn.Module, family: Family | None = None) -> None:
+        self._model, self._family = model, family
 
     def __enter__(self) -> int:
         at_end(self.restore)
@@ -92,11 +86,7 @@ class routed:
             route.compiled = reason_compiled(self._model, modules, route.touched)
             if is_first:
                 off = route.compiled or replaced()
-                forwards = (
-                    {}
-                    if off is not None
-                    else _forwards(self._model, modules, self._family, self._rows)
-                )
+                forwards = {} if off else _forwards(self._model, modules, self._family)
                 route.layers = [
                     module
                     for module, forward in forwards.items()
@@ -156,7 +146,7 @@ def why_compiled(model: nn.Module) -> str | None:
 
 
 def _forwards(
-    model: nn.Module, modules: list[nn.Module], family: Family | None, rows: int | None
+    model: nn.Module, modules: list[nn.Module], family: Family | None
 ) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     if norm.applies(model):
@@ -165,7 +155,7 @@ def _forwards(
         packed.forget(model)
         return forwards
     memory = memory_of(model)
-    for layer, transposed in linear.layers(modules, rows):
+    for layer, transposed in linear.layers(modules):
         packed.check(layer)
         forwards[layer] = linear.Linear(layer, transposed, memory)
     if family is None or not any(
@@ -189,37 +179,23 @@ class Survey:
 
     Attributes:
         layers: Number of linear layers it would route.
-        packed: Whether their weights would be packed.
         packed_bytes: Maximum size of the packed copies in bytes.
         missing_bytes: Size of the copies that do not exist yet, in bytes.
     """
 
     layers: int
-    packed: bool
     packed_bytes: int
     missing_bytes: int
 
 
-def survey(model: nn.Module, rows: int | None) -> Survey:
-    """Describe what `routed` would do, without doing it.
-
-    Args:
-        model: The model.
-        rows: Most rows of a product; None for any number.
-    """
-    packs = config.settings().packs and ops.packer() is not None
+def survey(model: nn.Module) -> Survey:
+    """Describe what `routed` would do to a model, without doing it."""
     with _lock:
         route = _routes.get(id(model))
-        layers: list[Any] = [
-            module
-            for module, transposed in linear.layers(model.modules(), rows)
-            if packs or not transposed
-        ]
-        layers += (
-            [] if route is None else [layer for layer in route.layers if linear.gains(layer, rows)]
-        )
+        layers: list[Any] = [module for module, _ in linear.layers(model.modules())]
+        layers += [] if route is None else route.layers
     # Tied weights share one copy.
-    by_weight = {id(module.weight): module for module in layers}.values() if packs else ()
+    by_weight = {id(module.weight): module for module in layers}.values()
     sizes = [(linear.bytes_to_pack(module), packed.has_copy(module)) for module in by_weight]
     missing = sum(size for size, there in sizes if not there)
-    return Survey(len(layers), packs, sum(size for size, _ in sizes), missing)
+    return Survey(len(layers), sum(size for size, _ in sizes), missing)

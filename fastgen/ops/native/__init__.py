@@ -15,14 +15,11 @@ import torch
 from torch import Tensor
 
 from fastgen import config
-from fastgen.ops import processor
+from fastgen.ops.cpu_rules import FEW_HEADS, FEW_SCORES, THREAD_WORK
 from fastgen.ops.native import build
 from fastgen.ops.torch_private import is_observed
 
 LIBRARIES = Path(__file__).parent / "lib"
-
-THREAD_WORK = 32 * 1024
-"""Multiplications, or logits, for each further thread that an operation uses."""
 
 HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
 """Head dimensions that attention is compiled for."""
@@ -35,12 +32,6 @@ LEAST_BLOCK = 64
 
 RANKED = 4096
 """Largest number of hypotheses and candidates per sentence that `choose` ranks, on the stack."""
-
-FEW_HEADS, FEW_SCORES = 16, 64
-"""Sizes up to which one call of torch's own attention is cheaper (10 us).
-
-`FEW_HEADS` counts the key heads of all sentences, `FEW_SCORES` the scores of each key head.
-"""
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -174,16 +165,11 @@ def _runtime(name: str) -> int:
 def library() -> Library | None:
     """Return the library if the C operations are in use, else None.
 
-    They are used on AMD processors, and on all processors with FASTGEN_OPS=native. They were
-    measured on Zen 5, with AVX-512 and restricted to AVX2. The alternative is torch with MKL's
-    products, which reach half of the throughput of an AMD processor. On Intel processors MKL
-    reaches all of it; the C operations have not been measured there.
-
     Raises:
         RuntimeError: FASTGEN_OPS=native, but there is no library; the message says why.
     """
     requested = config.settings().ops
-    if requested == "native" or (requested == "auto" and processor.on_amd()):
+    if requested in ("auto", "native"):
         if found().library is None and requested == "native":
             raise RuntimeError(
                 f"FASTGEN_OPS=native, but there are no operations in C here: {found().reason}"
@@ -205,9 +191,7 @@ def why_off() -> str:
         return ""
     if found().library is None:
         return f"there are none for this processor: {found().reason}"
-    if config.settings().ops != "auto":
-        return f"FASTGEN_OPS={config.settings().ops}"
-    return "they are for processors of AMD's, but for FASTGEN_OPS=native"
+    return f"FASTGEN_OPS={config.settings().ops}"
 
 
 def threads_for(work: int) -> int:

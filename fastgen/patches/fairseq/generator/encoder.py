@@ -1,8 +1,7 @@
 """fairseq's encoder on a CPU: fused and without padding, or layer by layer.
 
 The fused encoder is `models.runtime.encoder`. Loaded models otherwise run PyTorch's fused encoder
-layer, whose matrix products cannot be routed. It is slower where oneDNN's matrix products are
-faster.
+layer, whose matrix products cannot be routed to C.
 """
 
 import copy

@@ -138,7 +138,7 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
     with (
         engine.running("generate"),
         requesting(self, resolves_legacy_modes=resolves, skips_padding=skips),
-        routed(self, family, rows) as layers,
+        routed(self, family) as layers,
     ):
         if layers:
             engine.hit("transformers.generate")

@@ -26,7 +26,6 @@ from fastgen.patches.transformers.cache.shared_cache import held, parts_of
 from fastgen.patches.transformers.generate import legacy_search
 from fastgen.patches.transformers.generate.decide import decide, held_before
 from fastgen.patches.transformers.generate.loop_call import Call
-from fastgen.patches.transformers.generate.resolve_setting import rows_at_most
 from fastgen.patches.transformers.introspection.prepared import (
     Prepared,
     generates_segments,
@@ -40,13 +39,12 @@ class Linears:
     """How linear layers would run.
 
     Attributes:
-        routed: Number of layers that may run another matrix product than torch's, when it is faster
-            for their number of rows.
-        packed: Whether their weights are copied into the layout of that product.
+        routed: Number of layers whose product runs in C where that is faster for its number of
+            rows.
+        packed: Whether some are, so that their weights are copied into the layout of that product.
         packed_bytes: Maximum size of these copies in bytes. They are kept between calls.
         reason: Why no layer is routed; None if some are.
-        by: Which product runs: in C, by oneDNN, or by MKL or oneDNN; with the reason if a faster
-            one is not used.
+        by: Which product runs, by number of rows.
         shortage: Why there is not enough memory for the missing copies; None if there is.
     """
 
@@ -60,14 +58,9 @@ class Linears:
     def __str__(self) -> str:
         if self.reason is not None:
             return f"torch's own: {self.reason}"
-        copies = (
-            f"packed copies of at most {readable(self.packed_bytes)}"
-            if self.packed
-            else "no copies of weights"
-        )
-        return f"{self.routed} {self.by}, {copies}" + (
-            f"; not all are packed: {self.shortage}" if self.shortage else ""
-        )
+        shortage = f"; not all are packed: {self.shortage}" if self.shortage else ""
+        copies = f"packed copies of at most {readable(self.packed_bytes)}"
+        return f"{self.routed} {self.by}, {copies}{shortage}"
 
 
 @dataclass(frozen=True)
@@ -142,7 +135,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     if not callable(getattr(model, "generate", None)):
         raise TypeError(f"{type(model).__name__} has no generate")
     bare = without_wrappers(model)
-    linears = _linears(bare, rows_at_most(bare, (), generate_kwargs))
+    linears = _linears(bare)
     drafting = _asked(bare, generate_kwargs)
     try:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -257,22 +250,22 @@ def _check_patch(name: str) -> str:
     return row.reason
 
 
-def _linears(model: Any, rows: int | None) -> Linears:
+def _linears(model: Any) -> Linears:
     row = engine.status()["transformers.generate"]
     if row.state != "applied":
         return Linears(reason=f"transformers.generate is {row.state}: {row.reason}")
     if (reason := linear.reason_off(model)) is not None:
         return Linears(reason=reason)
-    survey = routes.survey(model, rows)
-    if rows is not None and not survey.layers and routes.survey(model, None).layers:
-        return Linears(reason=f"faster for the {rows} rows that there are at most")
-    by, lacking = linear_ops.described(packed=config.settings().packs)
+    survey = routes.survey(model)
+    if not survey.layers:
+        return Linears(reason="none is an fp32 layer of torch or transformers with enough outputs")
     is_asked = config.settings().linear == "packed" and config.settings().memory is None
     shortage = (
         budget.shortage_now(survey.missing_bytes) if survey.missing_bytes and not is_asked else None
     )
-    by = f"{by} ({lacking})" if lacking else by
-    return Linears(survey.layers, survey.packed, survey.packed_bytes, by=by, shortage=shortage)
+    return Linears(
+        survey.layers, True, survey.packed_bytes, by=linear_ops.described(), shortage=shortage
+    )
 
 
 def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | tuple[None, None]:

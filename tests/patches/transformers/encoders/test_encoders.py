@@ -467,12 +467,12 @@ def test_a_forward_that_somebody_put_there_before_is_theirs() -> None:
     assert _row("encoder.bert").fallbacks["a forward that is not transformers'"] > 0
 
 
-def test_what_products_save_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_products_save_depends_on_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     """With smaller savings per product, two layers without padding are not worth reading."""
     for name, value in MEASURED.items():
         monkeypatch.setattr(encoders, name, value)
     weights = encoders.weights_of(256)
     assert pays([32] * 16, 32, "run", weights, 2, True)
-    monkeypatch.setattr(processor, "on_intel", lambda: True)
+    monkeypatch.setattr(processor, "mkl_is_native", lambda: True)
     assert not pays([32] * 16, 32, "run", weights, 2, True)
     assert pays([16] * 16, 32, "none", weights, 2, True), "padding is left out everywhere"

@@ -30,7 +30,7 @@ import fastgen
 from fastgen import config
 from fastgen.models.layers import packed_weights
 from fastgen.models.routing import routes
-from fastgen.ops import linear as linear_ops
+from fastgen.ops import native
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers.cache import attention
 from tests.support import zoo
@@ -40,9 +40,7 @@ from tests.support.processes import python
 ROOT = Path(__file__).parents[4]
 BEAMS: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 10}
 NGRAMS: dict[str, Any] = BEAMS | {"no_repeat_ngram_size": 2}
-needs_onednn = pytest.mark.skipif(
-    bool(linear_ops.unusable("onednn")), reason="oneDNN cannot be used"
-)
+needs_c = pytest.mark.skipif(native.library() is None, reason="there are no operations in C here")
 
 
 def _inputs(model: Any, sentences: int = 3, length: int = 9) -> dict[str, Tensor]:
@@ -254,7 +252,7 @@ def test_peft(family: str) -> None:
     _check_at_rest(merged)
 
 
-@needs_onednn
+@needs_c
 def test_peft_with_packed_weights() -> None:
     """Adapters merged into packed weights take effect: tokens use the weights of the call."""
     wrapped = _lora(_large())
@@ -270,7 +268,7 @@ def test_peft_with_packed_weights() -> None:
     _check_at_rest(merged)
 
 
-@needs_onednn
+@needs_c
 @pytest.mark.parametrize("change", ["all", "one layer", "one row"])
 def test_weights_written_through_data(change: str) -> None:
     """`weight.data += delta` changes no version counter; a packed copy must not be stale."""
@@ -291,7 +289,7 @@ def test_weights_written_through_data(change: str) -> None:
     _check(model, **inputs, **BEAMS)
 
 
-@needs_onednn
+@needs_c
 def test_training_between_calls() -> None:
     model = _large()
     inputs = _inputs(model)
@@ -757,7 +755,7 @@ def test_exceptions(stage: str, beams: int) -> None:
     _check_at_rest(model)
 
 
-@needs_onednn
+@needs_c
 def test_exceptions_with_packed_weights() -> None:
     """The same with routed linear layers."""
     model = _large()

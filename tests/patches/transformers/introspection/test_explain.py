@@ -23,6 +23,7 @@ from fastgen import config
 from fastgen.decoding.kv_cache import room
 from fastgen.models.build import patched_torch
 from fastgen.models.build.equivalence_check import by_modules
+from fastgen.ops import native
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
@@ -367,6 +368,7 @@ def linear_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     config.reload()
 
 
+@pytest.mark.skipif(native.library() is None, reason="there are no operations in C here")
 def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None:
     model = tf.GPT2LMHeadModel(
         tf.GPT2Config(
@@ -375,7 +377,6 @@ def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None
     ).eval()
     from fastgen.models.layers import packed_weights
     from fastgen.models.routing import routes
-    from fastgen.ops import native
 
     kwargs = zoo.batch(model, 4, 6, "none") | {
         "max_new_tokens": 4,
@@ -387,23 +388,20 @@ def test_linear_layers(linear_mode: Any, request: pytest.FixtureRequest) -> None
     explained = _explain(model, kwargs).linears
     assert explained.packed
     assert explained.reason is None
-    with routes.routed(model, rows=24) as routed:
+    with routes.routed(model) as routed:
         assert explained.routed == routed
         assert fastgen.explain(model, **kwargs).linears == explained, "while another call runs"
     model.generate(**kwargs)
     assert 0 < packed_weights.packed_bytes() <= explained.packed_bytes * 1.1 + 4096, (
         "a packed layout may pad a little"
     )
-    assert (" in C, packed copies of" in str(explained)) == (native.library() is not None)
+    assert " in C, packed copies of" in str(explained)
+    for mode in ("plain", "off"):
+        linear_mode(mode)
+        assert _explain(model, kwargs).linears.reason == f"FASTGEN_LINEAR={mode}"
+    linear_mode("packed")
     request.getfixturevalue("by_torch_alone")
-    few = _explain(
-        model, {"input_ids": kwargs["input_ids"][:1, :1], "max_new_tokens": 4, "pad_token_id": 0}
-    ).linears
-    assert str(few) == "torch's own: faster for the 1 rows that there are at most"
-    linear_mode("plain")
     assert not _explain(model, kwargs).linears.packed
-    linear_mode("off")
-    assert _explain(model, kwargs).linears.reason == "FASTGEN_LINEAR=off"
     packed_weights.release()
     linear_mode("auto")
     assert _explain(zoo.build("gpt2"), kwargs).linears.reason == "weights are float64, not float32"

@@ -1,0 +1,59 @@
+"""Rules for CPUs: which implementation runs, by shape, instruction set and library.
+
+Every rule states the measurement that it comes from. None asks for the maker of a processor.
+"""
+
+import math
+from collections.abc import Sequence
+
+THREAD_WORK = 32 * 1024
+"""Multiplications, or logits, for each further thread that an operation in C uses."""
+
+LEAST_ROWS = ((8 * 1024, 16), (24 * 1024, 2), (math.inf, 1))
+"""Fewest rows for which products in C are faster than torch's own.
+
+Each entry is (exclusive upper limit of the weight's elements, rows). Measured from 64 x 64 to
+4096 x 1024, with one thread and two (Zen 5, AVX-512): a call takes 2 us, torch's own 4 to 6 us.
+With AVX2 (Zen 3, one thread, 512 x 512 to 32000 x 512), products in C are 1.6 to 4.8 times as fast
+for 4 to 64 rows and 1.0 to 1.7 times beyond. With weights packed by oneDNN they were 1.1 to 2.9 and
+0.9 to 1.7 times as fast as that, so fastgen does not pack for oneDNN.
+"""
+
+MOST_ROWS_BESIDE_MKL = ((600 * 1024, 256), (math.inf, 512))
+"""Most rows for which products in C run where `processor.mkl_is_native`, as `LEAST_ROWS`.
+
+MKL lays a weight out again in every product. Up to these rows that costs 10% or more; beyond, MKL
+reaches the full throughput (Xeon with AVX-512, two threads). A prompt of 1,024 tokens of a
+decoder-only model of 24 layers of 896 took 7.1 s with 16 new tokens in C alone, and 6.3 s with
+MKL's products.
+"""
+
+FILLED, SMALL_PANELS = 0.75, 64 * 1024
+"""Limits for packing a weight for products in C.
+
+`FILLED` is the least share of its panels that a weight must fill. A weight that fills less is
+packed if its panels hold at most `SMALL_PANELS` elements, for decode steps that run entirely in C.
+
+A panel has 64 outputs, or 16 with AVX2, and is always computed completely: 16 x 4096 takes up to
+three times as long as elsewhere. Outside such decode steps, that layer runs torch's own product.
+"""
+
+FEWEST_OUTPUTS = 16
+"""Fewest outputs of a weight that is packed for products in C."""
+
+FEW_HEADS, FEW_SCORES = 16, 64
+"""Sizes up to which one call of torch's attention is cheaper than attention in C (10 us).
+
+`FEW_HEADS` counts the key heads of all sentences, `FEW_SCORES` the scores of each key head.
+"""
+
+SAVED_BY_PRODUCTS, SAVED_BESIDE_MKL = 0.15, 0.03
+"""Least share of an encoder layer's time that products in C save.
+
+The second holds where `processor.mkl_is_native`.
+"""
+
+
+def at(table: Sequence[tuple[float, int]], elements: int) -> int:
+    """Return the entry of a rule for a weight with this many elements."""
+    return next(rows for limit, rows in table if elements < limit)
