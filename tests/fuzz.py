@@ -34,6 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen.decoding.kv_cache import room
+from fastgen.models.state import state_of
 from fastgen.ops.selection import kbest
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate import decide
@@ -588,7 +589,8 @@ def check(call: Call, tolerance: float = 1e-9) -> BaseException | None:
         # The toolkit's eager attention computes its softmax in fp32.
         tolerance = max(tolerance, 1e-3)
     Witness.made.clear()
-    decide.refused.clear()  # no decision carries over from an earlier call
+    # No decision carries over from an earlier call.
+    state_of(call.model).drop(decide.SharedCacheRefusal)
     with small_sizes(call), surrounded(call):
         result = assert_same(call.model, call.kwargs, call.torch_seed, tolerance)
     half = len(Witness.made) // 2

@@ -24,9 +24,10 @@ from torch import nn
 
 import fastgen
 from fastgen.context import PREFIX
+from fastgen.models import state
 from fastgen.models.cuda_graphs import graph, graph_buffers
-from fastgen.models.layers import packed_weights
 from fastgen.models.routing import routes
+from fastgen.models.state import kept
 from fastgen.patches.engine import engine
 
 SIZES: dict[str, Any] = {"vocab_size": 211, "pad_token_id": 0, "eos_token_id": 2}
@@ -169,7 +170,7 @@ def left_behind(*models: nn.Module) -> list[str]:
         for name, part in m.named_modules()
         if "forward" in vars(part)
     ]
-    found += [f"a route of {len(route.before)} layers" for route in routes._routes.values()]
+    found += [f"a route of {len(route.before)} layers" for _, route in kept(routes.Route)]
     if engine._count_running():
         found.append("a running plan")
     for variable, value in contextvars.copy_context().items():
@@ -178,7 +179,7 @@ def left_behind(*models: nn.Module) -> list[str]:
     locks = {
         "engine": engine.lock,
         "routes": routes._lock,
-        "packed": packed_weights._lock,
+        "states": state._states.lock,
         "seats": graph_buffers._lock,
     }
     for name, lock in (locks | {"graph": graph._lock}).items():

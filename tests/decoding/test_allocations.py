@@ -11,6 +11,7 @@ from transformers import MaxLengthCriteria
 
 import fastgen
 from fastgen.decoding.kv_cache import room
+from fastgen.models import state
 from fastgen.models.memory import scratch
 from fastgen.models.memory.scratch import Memory
 from tests.support import zoo
@@ -49,7 +50,7 @@ def _warm(model: Any, kwargs: dict[str, Any]) -> None:
     """Run calls until weights are packed (third use) and steps are checked; drop the buffers."""
     for _ in range(3):
         model.generate(**kwargs | _length(6))
-    scratch.release()
+    state.release(scratch.Memory)
 
 
 def _length(count: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ import torch
 import transformers as tf
 
 import fastgen
+from fastgen.models import state
 from fastgen.models.layers import packed_weights
 from fastgen.models.memory import budget, scratch
 from fastgen.models.memory.budget import SystemMemory, shortage
@@ -159,7 +160,7 @@ def test_memory_of_this_machine() -> None:
 def model() -> Iterator[Any]:
     """Yield a model whose weights are worth packing in every layout and fill their panels."""
     packed_weights.release()
-    scratch.release()
+    state.release(scratch.Memory)
     torch.manual_seed(0)
     config = tf.GPT2Config(
         vocab_size=512,
@@ -294,7 +295,7 @@ def test_a_limit(model: Any, limit: str, setting: Callable[[str, str], None]) ->
 
 
 def test_buffers_within_a_limit(setting: Callable[[str, str], None]) -> None:
-    scratch.release()
+    state.release(scratch.Memory)
     packed_weights.release()
     owner, like = torch.nn.Linear(1, 1), torch.zeros(1)
     of = scratch.memory_of(owner)

@@ -119,6 +119,6 @@ def test_what_computes_something_else(
     assert _by_modules(model, kwargs, prompts) == 1
     decoder = model.model.decoder
     assert (
-        equivalence_check._outcomes[decoder][1],
-        equivalence_check._first_outcomes[decoder][1],
+        equivalence_check.verdicts_of(decoder).step[1],
+        equivalence_check.verdicts_of(decoder).first_token[1],
     ) == (True, False)

@@ -81,7 +81,7 @@ def test_family(
                 assert_same(model, kwargs, tolerance=1e-5 if family == "gemma2" else 1e-6).error
                 is None
             )
-        assert equivalence_check._outcomes[model.get_submodule(LAYOUTS[family].decoder)][1]
+        assert equivalence_check.verdicts_of(model.get_submodule(LAYOUTS[family].decoder)).step[1]
         assert _fused()
 
 

@@ -21,6 +21,7 @@ from transformers import GenerationConfig
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import config
+from fastgen.models import state
 from fastgen.models.layers import activation, packed_weights
 from fastgen.models.layers import linear as linears
 from fastgen.models.layers import norm as norms
@@ -62,7 +63,7 @@ def net() -> Iterator[Net]:
         pytest.skip("there are no operations in C here")
     packed_weights.release()
     yield Net().eval()
-    assert not routes._routes
+    assert not list(state.kept(routes.Route))
     packed_weights.release()
 
 
@@ -599,7 +600,7 @@ def test_memory_of_a_model_goes_with_the_model() -> None:
     held, free = memory.take(torch.zeros(1), 50), memory.take(torch.zeros(1), 5_000)
     del free
     assert memory.free
-    memory_module.release()  # releases unused buffers of running calls too
+    state.release(memory_module.Memory)  # releases unused buffers of running calls too
     assert memory_module.memory_of(model) is memory
     assert memory.free == 0
     assert held.shape == (50,)

@@ -18,6 +18,7 @@ from fastgen.models.cuda_graphs.graph_buffers import PooledBuffers, rounded
 from fastgen.models.layers import linear
 from fastgen.models.layers.positions import Bias
 from fastgen.models.runtime.decode_step import Embedding
+from fastgen.models.state import state_of
 from tests.models.test_fused import _build
 from tests.support import zoo
 from tests.support.parity import assert_same
@@ -137,7 +138,7 @@ def test_fewer_sentences_take_a_part_of_a_seat(
     """Graphs are kept for the most recent numbers of sentences."""
     model = _build("bart")
     _steps_captured(graphs, model, _kwargs(model, sentences=5))
-    (of_model,) = graph_buffers._all[model.get_decoder()].values()
+    (of_model,) = state_of(model.get_decoder()).of(graph_buffers.BufferPools).pools.values()
     (seat,) = of_model.free
     assert [_steps_captured(graphs, model, _kwargs(model, sentences=n)) for n in (3, 1, 5, 3)] == [
         1,
@@ -202,7 +203,7 @@ def test_a_seat_that_comes_back_too_late(by: str, graphs: Graphs) -> None:
         model.generate(**kwargs)
 
     model.generate(**kwargs, streamer=_Nested(inner))
-    (of_model,) = graph_buffers._all[model.get_decoder()].values()
+    (of_model,) = state_of(model.get_decoder()).of(graph_buffers.BufferPools).pools.values()
     assert len(of_model.free) == (by == "weights")  # those of the inner call
     assert _steps_captured(graphs, model, kwargs) == (by == "release")
 
@@ -259,7 +260,7 @@ def test_inference_mode_has_seats_of_its_own(graphs: Graphs) -> None:
 def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _build("bart")
     _steps_captured(graphs, model, _kwargs(model))
-    (of_model,) = graph_buffers._all[model.get_decoder()].values()
+    (of_model,) = state_of(model.get_decoder()).of(graph_buffers.BufferPools).pools.values()
     size = of_model.free[0].nbytes
     monkeypatch.setattr(graph_buffers, "KEPT", 3 * size)
     for sentences in (4, 5, 3, 2, 1):
@@ -315,7 +316,7 @@ def test_a_capture_that_fails_leaves_no_seat(
         int(ids[0])
         return call(embedding, ids, position)
 
-    (of_model,) = graph_buffers._all[model.get_decoder()].values()
+    (of_model,) = state_of(model.get_decoder()).of(graph_buffers.BufferPools).pools.values()
     of_model.free.clear()
     with monkeypatch.context() as patch:
         patch.setattr(Embedding, "__call__", asking)
@@ -329,7 +330,7 @@ def test_a_model_is_not_kept_alive(graphs: Graphs) -> None:
     model.generate(**_kwargs(model))
     assert graphs.replays
     decoder = weakref.ref(model.get_decoder())
-    assert len(graph_buffers._all[model.get_decoder()]) == 1
+    assert len(state_of(model.get_decoder()).of(graph_buffers.BufferPools).pools) == 1
     del model
     gc.collect()
     assert decoder() is None

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from fastgen.models.state import Kept, state_of
+
 SHARE = 0.005
 """Share of the total time that drafting may lose against the large model alone."""
 
@@ -189,10 +191,13 @@ class Pace:
         return self._costs.setdefault(texts.bit_length(), _Costs())
 
 
-_paces: "WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[tuple[int | None, int], Pace]]]" = (
-    WeakKeyDictionary()
-)
-"""Costs by large model, small model, early-exit layer, and number of texts."""
+class Paces(Kept):
+    """Costs of drafting for one large model, by small model, early-exit layer, and texts."""
+
+    def __init__(self) -> None:
+        self.by_small: WeakKeyDictionary[Any, dict[tuple[int | None, int], Pace]] = (
+            WeakKeyDictionary()
+        )
 
 
 def pace_of(large: Any, small: Any, layers: int | None, texts: int) -> Pace:
@@ -204,6 +209,6 @@ def pace_of(large: Any, small: Any, layers: int | None, texts: int) -> Pace:
         layers: number of those layers, or None.
         texts: number of texts, rounded to a power of two.
     """
-    of_large = _paces.setdefault(large, WeakKeyDictionary())
-    of_pair = of_large.setdefault(large if small is None else small, {})
+    by_small = state_of(large).of(Paces).by_small
+    of_pair = by_small.setdefault(large if small is None else small, {})
     return of_pair.setdefault((layers, texts.bit_length()), Pace())

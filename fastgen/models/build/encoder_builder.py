@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from fastgen.models.build.equivalence_check import OTHERWISE, outcome
+from fastgen.models.build.equivalence_check import OTHERWISE, Verdicts, outcome, verdicts_of
 from fastgen.models.build.introspection import NotFused, reading
 from fastgen.models.build.step_builder import Reader
 from fastgen.models.layers import linear, packed_weights
@@ -17,14 +16,11 @@ from fastgen.models.memory.scratch import memory_of
 from fastgen.models.runtime.encoder import Encoder, PositionBias, SentenceAttention
 from fastgen.models.runtime.native_step import encoded_together
 from fastgen.models.specs.decoder_layouts import Attention, Layout
+from fastgen.models.state import state_of
 from fastgen.ops import native
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 """Supported dtypes. Some families clamp overflowing activations in float16, so it is excluded."""
-
-
-_not_written: "WeakSet[nn.Module]" = WeakSet()
-"""Encoders that contain sublayers without a C implementation."""
 
 
 def may_run_in_c(module: nn.Module) -> bool:
@@ -35,7 +31,7 @@ def may_run_in_c(module: nn.Module) -> bool:
     return (
         native.library() is not None
         and linear.reason_off(module) is None
-        and module not in _not_written
+        and not verdicts_of(module).lacks_c
     )
 
 
@@ -74,7 +70,7 @@ class _EncoderReader(Reader):
         self.check_rest()
         at_once = encoded_together(sublayers, first is not None)
         if at_once is None:
-            _not_written.add(of)
+            state_of(of).of(Verdicts).lacks_c = True
         encoder = Encoder(of, sublayers, first, embedding, tuple(self.facts), at_once)
         if outcome(encoder) is False:
             raise NotFused(OTHERWISE)

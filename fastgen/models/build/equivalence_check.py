@@ -6,8 +6,8 @@ after a change of the model or its config the check runs again.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from fastgen.context import assigned
 from fastgen.models.layers import packed_weights
 from fastgen.models.memory import scratch
 from fastgen.models.runtime.decode_step import rounding
+from fastgen.models.state import Kept, kept_of, state_of
 from fastgen.ops.processor import in_tf32
 
 _T = TypeVar("_T")
@@ -78,6 +79,26 @@ class Proven(Protocol):
     def module(self) -> nn.Module: ...
     @property
     def facts(self) -> tuple[object, ...]: ...
+
+
+_Verdict: TypeAlias = tuple[tuple[object, ...], bool]
+
+
+@dataclass(eq=False)
+class Verdicts(Kept):
+    """The verdicts on one decoder or encoder, each with the facts that it holds for.
+
+    Attributes:
+        step: On the fused step, or on an encoder's layers.
+        first_token: On the fused first token of a text.
+        in_c: On an encoder's layers in C, compared with their torch operations.
+        lacks_c: Whether an encoder has sublayers without a C implementation.
+    """
+
+    step: _Verdict | None = None
+    first_token: _Verdict | None = None
+    in_c: _Verdict | None = None
+    lacks_c: bool = False
 
 
 class Written(Protocol):
@@ -188,7 +209,7 @@ def verdict(step: Proven, what: Tried | None, own: Tensor) -> str | None:
     if same is None:
         return UNDECIDED
     if not same or outcome(step) is None:
-        _outcomes[step.module] = step.facts, same
+        state_of(step.module).of(Verdicts).step = step.facts, same
     return None if same else OTHERWISE
 
 
@@ -203,50 +224,43 @@ def _alike(what: Tried | None, own: Sequence[Tensor]) -> bool | None:
 
 def outcome(step: Proven) -> bool | None:
     """Return the recorded verdict for a step with these facts; None where none was reached."""
-    return _known(_outcomes, step)
+    return _recorded(step, verdicts_of(step.module).step)
 
 
 def first_outcome(step: Proven) -> bool | None:
     """Return the recorded verdict for the first token of a text, as `outcome`."""
-    return _known(_first_outcomes, step)
+    return _recorded(step, verdicts_of(step.module).first_token)
 
 
 def first_verdict(step: Proven, what: Tried | None, own: Sequence[Tensor]) -> None:
     """Compare a fused first token with that of the decoder's own forward and record the verdict."""
     same = _alike(what, own)
     if same is not None:
-        _first_outcomes[step.module] = step.facts, same
+        state_of(step.module).of(Verdicts).first_token = step.facts, same
 
 
-def _known(outcomes: "_Outcomes", step: Proven) -> bool | None:
-    facts, same = outcomes.get(step.module, (None, None))
+def verdicts_of(module: nn.Module) -> Verdicts:
+    """Return the verdicts on a module; none are recorded by default."""
+    return kept_of(module, Verdicts) or Verdicts()
+
+
+def _recorded(step: Proven, verdict: _Verdict | None) -> bool | None:
+    facts, same = (None, None) if verdict is None else verdict
     return same if facts == step.facts else None
 
 
 def outcome_in_c(step: Proven) -> bool | None:
     """Return the recorded verdict for an encoder's layers in C, as `outcome`."""
-    return _known(_outcomes_in_c, step)
+    return _recorded(step, verdicts_of(step.module).in_c)
 
 
 def verdict_in_c(step: Proven, found: Tensor, own: Tensor) -> None:
     """Compare an encoder's output in C with that of its torch operations and record the verdict."""
     same = agree(found, own)
     if same is not None:
-        _outcomes_in_c[step.module] = step.facts, same
+        state_of(step.module).of(Verdicts).in_c = step.facts, same
 
 
 def by_modules(reason: object) -> str:
     """Return the note of a plan that decode steps are not fused."""
     return f"decode steps run through the model's own modules: {reason}"
-
-
-_Outcomes: TypeAlias = "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], bool]]"
-
-_outcomes: _Outcomes = WeakKeyDictionary()
-"""Facts and verdict of the first fused step, by decoder."""
-
-_first_outcomes: _Outcomes = WeakKeyDictionary()
-"""Facts and verdict of the fused first token, by decoder."""
-
-_outcomes_in_c: _Outcomes = WeakKeyDictionary()
-"""Facts and verdict of the layers in C, compared with their torch operations, by encoder."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastgen.models.routing.instance import is_toolkits
+from fastgen.models.state import Kept, process_state
 
 _LOOKED_UP: tuple[tuple[Any, str], ...] = (
     (
@@ -33,22 +34,30 @@ _LOOKED_UP: tuple[tuple[Any, str], ...] = (
 """Functions that toolkit modules look up when they run, and that fused steps bypass."""
 
 _PLACES = [(owner, name) for owner, names in _LOOKED_UP for name in names.split()]
-# The functions found by the last check that passed.
-_known: tuple[Any, ...] = ()
+
+
+class Originals(Kept):
+    """The functions that the last check has found to be torch's own.
+
+    Attributes:
+        functions: In the order of `_PLACES`.
+    """
+
+    functions: tuple[Any, ...] = ()
 
 
 def replaced() -> str | None:
     """Return which torch function was replaced and by what; None where all are torch's own."""
-    global _known
+    known = process_state().of(Originals)
     now = tuple([getattr(owner, name) for owner, name in _PLACES])
-    if now == _known:
+    if now == known.functions:
         return None
     for (owner, name), function in zip(_PLACES, now, strict=True):
         if not _is_torchs_own(function):
             where = getattr(function, "__module__", None) or type(function).__module__
             by = f"{where}.{getattr(function, '__qualname__', type(function).__name__)}"
             return f"{_named(owner)}.{name} was replaced by {by}"
-    _known = now
+    known.functions = now
     return None
 
 

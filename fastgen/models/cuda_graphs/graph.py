@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config
+from fastgen.models.state import Kept, process_state
 from fastgen.ops.dispatch import counting_in, new_counters
 
 _T = TypeVar("_T")
@@ -77,7 +78,7 @@ class CapturePool:
                 self._first.capture_end()
         self.pool: Any = self._first.pool()
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Make the allocator forget a failed capture, which it otherwise considers active."""
         with contextlib.suppress(Exception):  # in case PyTorch has cleaned up itself
             index = torch.cuda.current_device() if self.device.index is None else self.device.index
@@ -118,7 +119,7 @@ def capture(
             finally:
                 graph.capture_end()
     except BaseException as error:
-        place.give_up()
+        place.abandon()
         if not isinstance(error, Exception):
             raise
         raise NotCaptured(str(error).partition("\n")[0]) from error
@@ -148,7 +149,7 @@ class BorrowedPool:
         lent, self._lent = self._lent, None
         if lent is not None:
             with _lock:
-                _free.setdefault(lent[0], []).append(lent[1])
+                process_state().of(FreePools).pools.setdefault(lent[0], []).append(lent[1])
 
 
 class CapturedFunction:
@@ -202,24 +203,33 @@ class CapturedFunction:
 
 
 _lock = threading.RLock()  # reentrant, as garbage collection may return a pool meanwhile
-# Keyed by device and by the stream that launches the graphs, which orders them.
-_free: dict[Any, list[CapturePool]] = {}
+
+
+class FreePools(Kept):
+    """Pools that nobody uses, by device and by the stream that launches and so orders the graphs.
+
+    Attributes:
+        pools: The pools.
+    """
+
+    def __init__(self) -> None:
+        self.pools: dict[tuple[torch.device, int], list[CapturePool]] = {}
+
+    def release(self) -> bool:
+        """Free the memory of the pools."""
+        with _lock:
+            self.pools.clear()
+        return False
 
 
 def _borrowed(device: torch.device) -> tuple[Any, CapturePool]:
-    """Take a free pool or create one; return it with its key in `_free`."""
+    """Take a free pool or create one; return it with its key in `FreePools`."""
     key = device, torch.cuda.current_stream(device).cuda_stream
     with _lock:
-        pools = _free.get(key)
+        pools = process_state().of(FreePools).pools.get(key)
         if pools:
             return key, pools.pop()
     return key, CapturePool(device)
-
-
-def release() -> None:
-    """Free the memory of all pools that are not borrowed."""
-    with _lock:
-        _free.clear()
 
 
 def generator(device: torch.device) -> torch.Generator:

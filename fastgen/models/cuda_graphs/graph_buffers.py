@@ -18,7 +18,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 from fastgen import config
 from fastgen.models.build.step_fingerprint import Unknown, facts_of
 from fastgen.models.cuda_graphs import graph
-from fastgen.models.memory import budget
 from fastgen.models.runtime.decode_step import DecoderStep, KeysAndValues
+from fastgen.models.state import Kept, state_of
 from fastgen.ops.processor import in_tf32
 
 GRAPHS = 16
@@ -389,8 +388,28 @@ class BufferPool:
 
 
 _lock = threading.RLock()  # reentrant, as garbage collection may return buffers meanwhile
-_all: "WeakKeyDictionary[nn.Module, dict[tuple[object, ...], BufferPool]]" = WeakKeyDictionary()
-"""Pools by decoder and by `_circumstances`."""
+
+
+class BufferPools(Kept):
+    """The pools of one decoder, by `_circumstances`."""
+
+    label = "CUDA graphs' buffers"
+
+    def __init__(self) -> None:
+        self.pools: dict[tuple[object, ...], BufferPool] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of pooled buffers that no call uses now."""
+        with _lock:
+            return sum(buffers.nbytes for pool in self.pools.values() for buffers in pool.free)
+
+    def release(self) -> bool:
+        """Free the pooled buffers that no call uses, and forget their graphs."""
+        with _lock:
+            for pool in self.pools.values():
+                pool.facts, pool.made, pool.free = None, [], []
+        return False
 
 
 def borrow(step: DecoderStep, reads: Reads) -> PooledBuffers | None:
@@ -402,7 +421,7 @@ def borrow(step: DecoderStep, reads: Reads) -> PooledBuffers | None:
         return None
     now = _circumstances(reads.text[0].room[0].device)
     with _lock:
-        pools = _all.setdefault(step.module, {})
+        pools = state_of(step.module).of(BufferPools).pools
         # Drop pools of a device that the model has left.
         for key in [each for each in pools if each[0] != now[0]]:
             del pools[key]
@@ -418,26 +437,6 @@ def give_back(buffers: PooledBuffers) -> None:
     """Return buffers to the pool that they were borrowed from."""
     with _lock:
         buffers.of.take_back(buffers)
-
-
-def held() -> list[tuple[nn.Module, int]]:
-    """Return decoders and the bytes of their pooled buffers that no call uses now."""
-    with _lock:
-        return [
-            (decoder, sum(buffers.nbytes for pool in list(pools.values()) for buffers in pool.free))
-            for decoder, pools in list(_all.items())
-        ]
-
-
-budget.holders["CUDA graphs' buffers"] = held
-
-
-def release() -> None:
-    """Free the pooled buffers that no call uses, and forget their graphs."""
-    with _lock:
-        for pools in list(_all.values()):
-            for pool in pools.values():
-                pool.facts, pool.made, pool.free = None, [], []
 
 
 def _circumstances(device: torch.device) -> tuple[object, ...]:

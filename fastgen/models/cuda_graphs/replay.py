@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgen.models import state
 from fastgen.models.cuda_graphs import graph, graph_buffers
 from fastgen.models.cuda_graphs.graph_buffers import GraphBuffers, Layer, PooledBuffers, Reads
 from fastgen.models.memory.scratch import is_out_of_memory
@@ -157,7 +158,7 @@ class Replay:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            graph_buffers.release()
+            state.release(graph_buffers.BufferPools)
             self._seat = None
             return GraphBuffers.own(reads, self._lent)
         finally:

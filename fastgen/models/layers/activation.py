@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models.routing.instance import Routed, untouched
+from fastgen.models.state import Kept, process_state
 from fastgen.ops.activation import activation_, kind_of
 
 _MARK = "_fastgen_unshared"
@@ -32,7 +33,15 @@ class Activation(Routed):
         return type(self.module).forward(self.module, x)
 
 
-_kinds: dict[object, str | None] = {}
+class Kinds(Kept):
+    """Kinds of activation functions by function, or by class and attributes of a module.
+
+    Attributes:
+        known: Kind as in `ops.activation`; None for an unknown function.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[object, str | None] = {}
 
 
 def kind(function: Any) -> str | None:
@@ -53,10 +62,11 @@ def kind(function: Any) -> str | None:
             if name[0] != "_" and name != "forward"
         )
         key, call = (type(function), own, held), functools.partial(own, function)
+    kinds = process_state().of(Kinds).known
     try:
-        if key not in _kinds:
-            _kinds[key] = kind_of(call)
-        return _kinds[key]
+        if key not in kinds:
+            kinds[key] = kind_of(call)
+        return kinds[key]
     except TypeError:  # an attribute is not hashable
         return kind_of(call)
 

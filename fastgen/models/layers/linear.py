@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.models.layers.packed_weights import GIVEN_UP, Packed, has_stopped_packing, packed_of
+from fastgen.models.layers.packed_weights import STOPPED, Packed, has_stopped_packing, packed_of
 from fastgen.models.memory.scratch import Memory
 from fastgen.models.routing.instance import Routed, untouched
 from fastgen.ops import linear as ops
@@ -293,7 +293,7 @@ def reason_off(model: nn.Module) -> str | None:
     if settings.memory == 0:
         return "FASTGEN_MEMORY=0"
     if has_stopped_packing():
-        return GIVEN_UP
+        return STOPPED
     weight = next(iter(model.parameters()), None)
     if weight is None or weight.device.type != "cpu":
         return "not on a CPU"

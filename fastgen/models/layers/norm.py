@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models.routing.instance import Routed, untouched
+from fastgen.models.state import Kept, process_state
 from fastgen.ops.norm import norm, norm_reference
 
 
@@ -95,8 +96,15 @@ class RMSNorm(Routed):
         return norm(hidden_states, weight, eps=self.eps, rms=True, offset=self.offset)[0]
 
 
-# Keyed by class and forward, as a class's forward may be replaced.
-_offsets: dict[tuple[type, object], float | None] = {}
+class Offsets(Kept):
+    """Offset of each RMSNorm by class and forward, as a class's forward may be replaced.
+
+    Attributes:
+        known: 0 or 1; None for a class that computes something else.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[type, object], float | None] = {}
 
 
 def applies(model: nn.Module) -> bool:
@@ -133,9 +141,10 @@ def rms_norm(module: nn.Module) -> RMSNorm | None:
     if eps is None or not _is_plain(module):
         return None
     key = kind, kind.forward
-    if key not in _offsets:
-        _offsets[key] = _offset(module, eps)
-    offset = _offsets[key]
+    offsets = process_state().of(Offsets).known
+    if key not in offsets:
+        offsets[key] = _offset(module, eps)
+    offset = offsets[key]
     return None if offset is None else RMSNorm(module, eps, offset)
 
 

@@ -1,21 +1,22 @@
 """Packed copies of the weights of linear layers, and their lifetime."""
 
 import math
-import threading
 import weakref
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from fastgen import config
 from fastgen.context import assigned
+from fastgen.models import state
 from fastgen.models.memory import budget
 from fastgen.models.memory.scratch import is_out_of_memory
+from fastgen.models.state import Kept, kept_of, process_state, state_of
 from fastgen.ops import linear as ops
 
 OFTEN = 3
@@ -24,17 +25,14 @@ OFTEN = 3
 AGAIN = 1000
 """Uses after which packing is tried again where memory was short."""
 
-_lock = threading.RLock()
-_packed: "WeakKeyDictionary[nn.Module, Packed]" = WeakKeyDictionary()
-"""Entries by layer. Weak references to the weights would block `torch.utils.swap_tensors`."""
-_of_weights: "WeakValueDictionary[int, Packed]" = WeakValueDictionary()
-"""Entries by the `id` of the weight, for layers that share one."""
 _at_once: ContextVar[bool] = ContextVar("fastgen_packing_at_once", default=False)
 
 
-@dataclass
-class Packed:
+@dataclass(eq=False)
+class Packed(Kept):
     """A packed copy of a weight, with what is needed to detect changes of the weight.
+
+    Layers keep it, as weak references to weights would block `torch.utils.swap_tensors`.
 
     Attributes:
         layer: A layer that has the weight.
@@ -48,6 +46,8 @@ class Packed:
         shortage: Why memory was short when a copy was to be made; None where it was not.
     """
 
+    label = "packed weights"
+
     layer: weakref.ref[nn.Module]
     address: int
     version: int
@@ -56,6 +56,13 @@ class Packed:
     uses: int = 0
     copy: ops.PanelWeight | None = None
     shortage: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.copy is None else ops.packed_bytes(self.copy)
+
+    def release(self) -> bool:
+        return True  # a running call may still read the copy
 
     def is_of(self, weight: Tensor) -> bool:
         """Return whether this entry describes a weight in its present state."""
@@ -72,7 +79,6 @@ class Packed:
             plain: The weight as (N, K).
             always: Whether to pack regardless of the memory that is left.
         """
-        global _was_short
         if self.copy is None:
             self.uses += 1
             if self.uses >= OFTEN or _at_once.get():
@@ -81,7 +87,8 @@ class Packed:
                     self._pack(plain)
                 if self.copy is None:
                     self.uses = OFTEN - AGAIN
-                _was_short = _was_short or self.shortage is not None
+                if self.shortage is not None:
+                    packing().was_short = True
         return self.copy
 
     def _pack(self, plain: Tensor) -> None:
@@ -94,6 +101,33 @@ class Packed:
 
     def probe_differs(self, weight: Tensor) -> bool:
         return not torch.equal(self.probe, _sample(weight, self.stride))
+
+
+@dataclass(eq=False)
+class Packing(Kept):
+    """State of packing in this process.
+
+    Attributes:
+        by_weight: Copies by the `id` of the weight, for layers that share one.
+        was_short: Whether memory has been short since the last `release`; avoids a search for
+            missing copies.
+        has_stopped: Whether no weights are packed until `release`, after a call ran out of memory.
+    """
+
+    by_weight: WeakValueDictionary[int, Packed] = field(
+        default_factory=WeakValueDictionary[int, Packed]
+    )
+    was_short: bool = False
+    has_stopped: bool = False
+
+    def release(self) -> bool:
+        self.was_short = self.has_stopped = False
+        return False
+
+
+def packing() -> Packing:
+    """Return the state of packing in this process."""
+    return process_state().of(Packing)
 
 
 def _sample(weight: Tensor, stride: int) -> Tensor:
@@ -110,22 +144,23 @@ def _stride(rows: int, columns: int) -> int:
 def packed_of(module: nn.Module) -> Packed:
     """Return the entry of a layer's weight."""
     weight: Any = module.weight
-    known = _packed.get(module)
+    known = kept_of(module, Packed)
     if known is not None and known.is_of(weight):
         return known
-    entry = _of_weights.get(id(weight))
+    by_weight = packing().by_weight
+    entry = by_weight.get(id(weight))
     if entry is None or not entry.is_of(weight):
         stride = _stride(*weight.shape)
         probe = _sample(weight, stride).clone()
         entry = Packed(weakref.ref(module), weight.data_ptr(), weight._version, stride, probe)
-    with _lock:
-        _packed[module] = _of_weights[id(weight)] = entry
+    by_weight[id(weight)] = entry
+    state_of(module).keep(entry)
     return entry
 
 
 def has_copy(module: nn.Module) -> bool:
     """Return whether a packed copy of a layer's weight exists."""
-    entry = _of_weights.get(id(module.weight))
+    entry = packing().by_weight.get(id(module.weight))
     return entry is not None and entry.copy is not None
 
 
@@ -144,93 +179,68 @@ def _shortage(plain: Tensor, always: bool) -> str | None:
 def check(module: nn.Module) -> None:
     """Drop the packed copy of a layer's weight if the weight has changed."""
     weight: Any = module.weight
-    entry = _packed.get(module)
+    entry = kept_of(module, Packed)
     if (
         entry is not None
         and entry.copy is not None
         and (entry.is_stale(weight) or entry.probe_differs(weight))
     ):
-        _packed.pop(module, None)
-        if _of_weights.get(id(weight)) is entry:
-            del _of_weights[id(weight)]
+        state_of(module).drop(Packed)
+        by_weight = packing().by_weight
+        if by_weight.get(id(weight)) is entry:
+            del by_weight[id(weight)]
 
 
 def forget(model: nn.Module) -> None:
     """Drop the packed copies of a model that has left the CPU or fp32."""
-    with _lock:
-        for module in model.modules() if _packed else ():
-            _packed.pop(module, None)
-
-
-def _entries() -> list[tuple[nn.Module, Packed]]:
-    """Return one layer and the entry of each weight."""
-    with _lock:
-        return list({id(entry): (layer, entry) for layer, entry in _packed.items()}.values())
-
-
-def held() -> list[tuple[nn.Module, int]]:
-    """Return one layer and the bytes of each packed copy."""
-    return [
-        (layer, ops.packed_bytes(entry.copy))
-        for layer, entry in _entries()
-        if entry.copy is not None
-    ]
-
-
-budget.holders["packed weights"] = held
+    if packing().by_weight:
+        for module in model.modules():
+            if kept_of(module, Packed) is not None:
+                state_of(module).drop(Packed)
 
 
 def packed_bytes() -> int:
     """Return the bytes that packed copies hold now."""
-    return sum(size for _, size in held())
-
-
-_was_short = False
-"""Whether memory has been short since the last `release`; avoids a search for missing copies."""
+    return budget.held_bytes()[Packed.label]
 
 
 def shortage_of(layers: Iterable[nn.Module]) -> str | None:
     """Return why memory was short for packing one of these layers; None if it was not."""
-    if not _was_short:
+    if not packing().was_short:
         return None
-    entries = (_packed.get(layer) for layer in layers)
+    entries = (kept_of(layer, Packed) for layer in layers)
     return next((entry.shortage for entry in entries if entry is not None and entry.shortage), None)
 
 
 def not_packed() -> str:
     """Describe how many bytes of weights were not packed for lack of memory; "" if all were."""
-    missing = (
-        [(entry.shortage, layer) for layer, entry in _entries() if entry.shortage]
-        if _was_short
-        else []
-    )
+    if not packing().was_short:
+        return ""
+    # By entry, as layers may share a weight.
+    missing = {id(entry): (entry.shortage, layer) for layer, entry in state.kept(Packed)}
+    short = [(reason, layer) for reason, layer in missing.values() if reason]
     sizes = [
         weight.nbytes
-        for _, layer in missing
+        for _, layer in short
         if isinstance(weight := getattr(layer, "weight", None), Tensor)
     ]
-    return f"{budget.mib(sum(sizes))} of weights: {missing[0][0]}" if sizes else ""
+    return f"{budget.mib(sum(sizes))} of weights: {short[0][0]}" if sizes else ""
 
 
-GIVEN_UP = "memory ran out in an earlier call: weights are not packed until fastgen.release()"
-_given_up = False
+STOPPED = "memory ran out in an earlier call: weights are not packed until fastgen.release()"
 
 
-def give_up() -> None:
+def stop_packing() -> None:
     """Drop every packed copy and make none until `release`, after a call ran out of memory."""
-    global _given_up
     release()
-    _given_up = True
+    packing().has_stopped = True
 
 
 def has_stopped_packing() -> bool:
     """Return whether packing has stopped, after an error, until `release`."""
-    return _given_up
+    return packing().has_stopped
 
 
 def release() -> None:
     """Drop every packed copy; later calls make them again."""
-    global _given_up, _was_short
-    with _lock:
-        _packed.clear()
-        _given_up = _was_short = False
+    state.release(Packed, Packing)

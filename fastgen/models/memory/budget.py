@@ -1,11 +1,12 @@
 """Memory budget of packed weights and kept buffers: free memory, or `FASTGEN_MEMORY`."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastgen import config
+from fastgen.models.state import Kept, held
 
 RESERVE, SHARE = 512 * 2**20, 8
 """Memory to leave available when a weight is packed: bytes, or 1/`SHARE` of the total if larger.
@@ -60,25 +61,26 @@ def shortage_now(needed: int) -> str | None:
     return shortage(needed, sum(held_bytes().values()), limit, None)
 
 
-holders: "dict[str, Callable[[], Iterable[tuple[Any, int]]]]" = {}
-"""Holders of memory between calls, by name; each returns modules and the bytes held for each."""
-
-
 def held_bytes() -> dict[str, int]:
-    """Return the bytes that each holder holds now."""
-    return {name: sum(size for _, size in held()) for name, held in holders.items()}
+    """Return the bytes held between calls now, by label (`models.state.Kept`)."""
+    sizes = {kind.label: 0 for kind in Kept.__subclasses__() if kind.label}
+    for label, _, size in held():
+        sizes[label] += size
+    return sizes
 
 
 def held_by_model() -> dict[str, dict[str, int]]:
-    """Return the bytes held now, by model class and holder; submodules count as their model."""
-    found = [(name, owner, size) for name, held in holders.items() for owner, size in held()]
-    parts: dict[int, list[Any]] = {id(owner): list(owner.modules()) for _, owner, _ in found}
+    """Return the bytes held now, by model class and label; submodules count as their model."""
+    sizes_of_modules = list(held())
+    parts: dict[int, list[Any]] = {
+        id(owner): list(owner.modules()) for _, owner, _ in sizes_of_modules
+    }
     roots: dict[int, Any] = {}
     for owned in sorted(parts.values(), key=len, reverse=True):
         if id(owned[0]) not in roots:
             roots.update({id(part): owned[0] for part in owned})
     sizes: dict[str, dict[str, int]] = {}
-    for name, owner, size in found:
+    for name, owner, size in sizes_of_modules:
         if size:
             of_class = sizes.setdefault(type(roots[id(owner)]).__name__, {})
             of_class[name] = of_class.get(name, 0) + size

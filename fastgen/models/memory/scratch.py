@@ -9,23 +9,21 @@ views that someone still holds keep their values. On devices, PyTorch's caching 
 Source: LightSeq (Wang et al. 2021), section 2.3: memory allocated once and reused.
 """
 
-import ctypes
 import itertools
 import math
 import operator
-import sys
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from fastgen import config
 from fastgen.models.memory import budget
+from fastgen.models.state import Kept, state_of
 
 LIMIT = 2**30
 """Maximum number of bytes held for one model, in use or free, within `FASTGEN_MEMORY`.
@@ -58,8 +56,10 @@ class _Kept:
 _size = operator.attrgetter("size")
 
 
-class Memory:
+class Memory(Kept):
     """Pool of storages, sorted by size."""
+
+    label = "buffers"
 
     def __init__(self) -> None:
         self._kept: list[_Kept] = []
@@ -74,9 +74,15 @@ class Memory:
             return sum(kept.size for kept in self._kept if kept.is_free)
 
     @property
-    def held(self) -> int:
+    def nbytes(self) -> int:
         """Bytes held, in use or free."""
         return self._held
+
+    def release(self) -> bool:
+        """Drop all free storages."""
+        with self._lock:
+            self._drop([kept for kept in self._kept if kept.is_free])
+        return False
 
     def take(self, like: Tensor, *shape: int) -> Tensor:
         """Return an uninitialised tensor.
@@ -127,11 +133,6 @@ class Memory:
         with self._lock:
             self._drop([kept for kept in self._kept if kept.storage is storage])
 
-    def drop_free(self) -> None:
-        """Drop all free storages."""
-        with self._lock:
-            self._drop([kept for kept in self._kept if kept.is_free])
-
     def _fitting(self, least: int, most: int) -> Iterator[_Kept]:
         """Yield free storages from `least` bytes up to twice the rounded size of `most` bytes."""
         limit, holders = 2 * _rounded(most), cast(Any, _holders)
@@ -172,33 +173,9 @@ def _is_allowed(size: int) -> bool:
     return limit is None or (limit >= size and budget.shortage_now(size) is None)
 
 
-_memories: "WeakKeyDictionary[object, Memory]" = WeakKeyDictionary()
-
-
 def memory_of(model: object) -> Memory:
     """Return the pool shared by all calls of a model, for as long as the model lives."""
-    return _memories.setdefault(model, Memory())
-
-
-def held() -> Iterator[tuple[Any, int]]:
-    """Yield models and the bytes held for each now, in use or free."""
-    for model, memory in list(_memories.items()):
-        yield model, memory.held
-
-
-budget.holders["buffers"] = held
-
-
-def release() -> None:
-    """Return free storages to the system, and trim the C library's heap."""
-    for memory in list(_memories.values()):
-        memory.drop_free()
-    if (
-        sys.platform.startswith("linux")
-        and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None
-    ):
-        # Only glibc has and needs `malloc_trim`: by itself it returns only blocks over 32 MiB.
-        trim(0)
+    return state_of(model).of(Memory)
 
 
 # The last message is oneDNN's for any resource a product lacked; it offers no other.

@@ -17,13 +17,14 @@ from fastgen.models.memory.scratch import memory_of
 from fastgen.models.routing import instance
 from fastgen.models.routing.instance import install, own_forwards, reason_compiled, restore
 from fastgen.models.specs.families import Family
+from fastgen.models.state import Kept, kept_of, state_of
 
 _lock = threading.RLock()
 
 
-@dataclass
-class _Route:
-    """State of a routed model.
+@dataclass(eq=False)
+class Route(Kept):
+    """State of a routed model, kept while it is routed.
 
     Each user refreshes `modules`, `touched` and `compiled`, as the model may have changed.
 
@@ -42,9 +43,6 @@ class _Route:
     layers: list[nn.Module] = field(default_factory=list)
     users: "WeakSet[routed]" = field(default_factory=WeakSet)
     compiled: str | None = None
-
-
-_routes: dict[int, _Route] = {}
 
 
 class routed:
@@ -76,7 +74,7 @@ class routed:
 
     def _install(self) -> int:
         with _lock:
-            route = _routes.setdefault(id(self._model), _Route())
+            route = state_of(self._model).of(Route)
             is_first = not route.users
             route.users.add(self)
             if is_first:
@@ -100,13 +98,13 @@ class routed:
     def restore(self) -> None:
         """Remove the routes if this block is their last user; safe to repeat after an interrupt."""
         with _lock:
-            route = _routes.get(id(self._model))
+            route = kept_of(self._model, Route)
             if route is None:
                 return
             if all(user is self for user in route.users):
                 restore(route.before)
                 route.before = {}
-                _routes.pop(id(self._model), None)
+                state_of(self._model).drop(Route)
             route.users.discard(self)
 
 
@@ -121,7 +119,7 @@ def all_routed(models: Iterable[nn.Module]) -> ExitStack:
 def withdraw(model: nn.Module) -> None:
     """Remove a model's routes for the rest of its running calls, as one of them compiles it."""
     with _lock:
-        route = _routes.get(id(model))
+        route = kept_of(model, Route)
         if route is not None:
             restore(route.before)
             route.before, route.layers = {}, []
@@ -129,19 +127,19 @@ def withdraw(model: nn.Module) -> None:
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return a model's modules, from its route if there is one."""
-    route = _routes.get(id(model))
+    route = kept_of(model, Route)
     return instance.modules_of(model) if route is None else route.modules
 
 
 def touched_of(model: nn.Module) -> list[nn.Module]:
     """Return `models.routing.instance.touched_among`, from the model's route if there is one."""
-    route = _routes.get(id(model))
+    route = kept_of(model, Route)
     return instance.touched_among(instance.modules_of(model)) if route is None else route.touched
 
 
 def why_compiled(model: nn.Module) -> str | None:
     """Return `models.routing.instance.reason_compiled`, from the model's route if there is one."""
-    route = _routes.get(id(model))
+    route = kept_of(model, Route)
     return reason_compiled(model) if route is None else route.compiled
 
 
@@ -191,7 +189,7 @@ class Survey:
 def survey(model: nn.Module) -> Survey:
     """Describe what `routed` would do to a model, without doing it."""
     with _lock:
-        route = _routes.get(id(model))
+        route = kept_of(model, Route)
         layers: list[Any] = [module for module, _ in linear.layers(model.modules())]
         layers += [] if route is None else route.layers
     # Tied weights share one copy.

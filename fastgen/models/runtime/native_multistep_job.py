@@ -16,7 +16,7 @@ from torch import Tensor
 from fastgen import config
 from fastgen.models.layers.linear import Linear
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
-from fastgen.models.layers.packed_weights import GIVEN_UP, has_stopped_packing, shortage_of
+from fastgen.models.layers.packed_weights import STOPPED, has_stopped_packing, shortage_of
 from fastgen.models.runtime.decode_step import Context, DecoderStep, Embedding
 from fastgen.models.runtime.native_records import Rows, is_norm, norm_fits, norm_of
 from fastgen.models.runtime.native_step import InC
@@ -162,7 +162,7 @@ def why_not_in_c(step: DecoderStep) -> str:
     if reason := native.why_off():
         return reason
     if has_stopped_packing():
-        return GIVEN_UP
+        return STOPPED
     if not config.settings().packs:
         return "FASTGEN_MEMORY=0" if config.settings().memory == 0 else "FASTGEN_LINEAR=plain"
     if step.together is None:

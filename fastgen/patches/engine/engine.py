@@ -7,15 +7,15 @@ first call that needs it, so that nothing else is imported while a toolkit is.
 
 Authors of patches use `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `note_call`,
 `declined`, `compared`, `running`, `current_plan`, `in_canary`, `is_applied`, `is_on_top`,
-`is_disabled`, `counted`, `count_too`, `on_disable` and `on_release`. Users call `enable`,
-`disable`, `disabled`, `status` and `release`.
+`is_disabled`, `counted` and `count_too`. Users call `enable`, `disable`, `disabled`, `status` and
+`release`.
 """
 
 import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from fastgen.config import Mode, settings
 from fastgen.context import assigned, isolated
+from fastgen.models import state
 from fastgen.patches.engine import counts, notices
 from fastgen.patches.engine.canary import Canary, in_canary, resolve
 from fastgen.patches.engine.compilers import is_traced_by_torchscript
@@ -71,8 +72,6 @@ __all__ = [
     "note_call",
     "note_drafting",
     "note_skipped",
-    "on_disable",
-    "on_release",
     "release",
     "running",
     "start",
@@ -80,7 +79,6 @@ __all__ = [
 ]
 
 _Plan = TypeVar("_Plan")
-_Callback = TypeVar("_Callback", bound=Callable[[], object])
 
 
 class DisabledMeanwhile(Exception):
@@ -106,8 +104,6 @@ _canaries: dict[str, Canary] = {}  # canary by toolkit name, for versions newer 
 # Patches that are not applied and whose target cannot warn at its first call. The warnings are
 # issued without holding `lock`.
 _out_of_reach: list[Entry] = []
-_disable_callbacks: list[Callable[[], object]] = []
-_release_callbacks: list[Callable[[], object]] = []
 _disabled_here: ContextVar[bool] = ContextVar("fastgen_disabled", default=False)
 
 
@@ -200,8 +196,7 @@ def disable() -> None:
             if entry not in kept:
                 entry.layer = None
     if before != "0":
-        for callback in (*_disable_callbacks, *_release_callbacks):
-            callback()
+        state.release()
 
 
 @contextmanager
@@ -241,8 +236,7 @@ def release() -> None:
     Deleting a model frees all of this for that model; `release` is for models that stay in use.
     After a call that ran out of memory, it also re-enables the packing of weights.
     """
-    for callback in tuple(_release_callbacks):
-        callback()
+    state.release()
 
 
 def is_on_top(name: str) -> bool:
@@ -321,21 +315,6 @@ def declined(toolkit: str, part: str) -> str | None:
         return None
     notices.warn_of_difference(_toolkit(toolkit), canary.version, part, reason)
     return f"declined by the canary: {reason}"
-
-
-def on_disable(callback: _Callback) -> _Callback:
-    """Register a callback that runs after each `disable`. Usable as a decorator."""
-    _disable_callbacks.append(callback)
-    return callback
-
-
-def on_release(callback: _Callback) -> _Callback:
-    """Register a callback that frees a cache at each `release` and `disable`.
-
-    Usable as a decorator.
-    """
-    _release_callbacks.append(callback)
-    return callback
 
 
 def status(verbose: bool = False, reset: bool = False) -> Status:

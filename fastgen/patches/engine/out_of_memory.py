@@ -5,9 +5,11 @@ import logging
 
 import torch
 
-from fastgen.models.cuda_graphs import graph, graph_buffers
+from fastgen.models import state
+from fastgen.models.cuda_graphs.graph import FreePools
+from fastgen.models.cuda_graphs.graph_buffers import BufferPools
 from fastgen.models.layers import packed_weights
-from fastgen.models.memory import scratch
+from fastgen.models.memory.scratch import Memory
 
 NO_MEMORY = "there was not enough memory"
 
@@ -15,21 +17,19 @@ NO_MEMORY = "there was not enough memory"
 _logger = logging.getLogger("fastgen")
 
 
-def give_up(device: torch.device) -> None:
+def stop_packing(device: torch.device) -> None:
     """Stop packing weights on a CPU after a batch that cannot be split ran out of memory."""
     if device.type != "cpu":  # weights are packed on CPUs only
         return
     _logger.warning(
-        "not enough memory for a call that cannot be divided; %s", packed_weights.GIVEN_UP
+        "not enough memory for a call that cannot be divided; %s", packed_weights.STOPPED
     )
-    packed_weights.give_up()
+    packed_weights.stop_packing()
 
 
 def make_room() -> None:
     """Free all memory that is not in use: scratch buffers, CUDA graphs and torch's CUDA cache."""
-    scratch.release()
-    graph_buffers.release()
-    graph.release()
+    state.release(Memory, BufferPools, FreePools)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -671,20 +671,21 @@ def test_counts_are_exact_under_threads(sandbox: Sandbox) -> None:
     )
 
 
-def test_callbacks_release_caches(sandbox: Sandbox) -> None:
+def test_what_is_kept_is_released(sandbox: Sandbox) -> None:
     sandbox.run(
         """
         import fastgen
-        from fastgen.patches.engine.engine import on_disable, on_release
+        from fastgen.models.state import Kept, process_state
         calls = []
-        on_disable(lambda: calls.append("disable"))
-        @on_release
-        def drop():
-            calls.append("release")
+        class Cache(Kept):
+            def release(self):
+                calls.append("release")
+                return False
+        process_state().of(Cache)
         fastgen.release()
         assert calls == ["release"]
         fastgen.disable(); fastgen.disable()
-        assert calls == ["release", "disable", "release"]
+        assert calls == ["release"] * 2
         """
     )
 

@@ -17,9 +17,7 @@ from fastgen.decoding.backends.captured_selection import not_captured
 from fastgen.decoding.loop import decode
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.search.first_finished import FirstFinished, Hypothesis, Prediction
-from fastgen.models.cuda_graphs import graph, graph_buffers
-from fastgen.models.layers import packed_weights
-from fastgen.models.memory import scratch
+from fastgen.models.cuda_graphs import graph
 from fastgen.models.routing.routes import all_routed
 from fastgen.patches.engine import engine
 from fastgen.patches.fairseq.bild import bild
@@ -30,11 +28,6 @@ from fastgen.patches.fairseq.generator.report import PATCH, note_served, of_gene
 from fastgen.patches.fairseq.generator.search import Beam, Toolkits
 from fastgen.patches.fairseq.generator.shared_stepper import Member, SharedStepper
 from fastgen.patches.fairseq.generator.split import Found, in_halves
-
-engine.on_release(packed_weights.release)
-engine.on_release(scratch.release)
-engine.on_release(graph_buffers.release)
-engine.on_release(graph.release)
 
 
 @dataclass

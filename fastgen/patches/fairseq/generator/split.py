@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.patches.engine import engine
-from fastgen.patches.engine.out_of_memory import NO_MEMORY, give_up, make_room
+from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room, stop_packing
 
 _logger = logging.getLogger("fastgen")
 
@@ -38,7 +38,7 @@ def in_halves(
         if not is_out_of_memory(error):
             raise
         if not _separable(generator, sample, sentences):
-            give_up(sample["net_input"]["src_tokens"].device)
+            stop_packing(sample["net_input"]["src_tokens"].device)
             raise
     # Outside of the handler: there, the traceback would keep the call's tensors alive.
     _logger.warning(

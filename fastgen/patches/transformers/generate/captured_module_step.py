@@ -9,8 +9,8 @@ steps run both ways, captured and through the modules, until their results have 
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from fastgen.models.cuda_graphs.replay import not_captured
 from fastgen.models.layers.attention import BeamAttention
 from fastgen.models.memory import scratch
 from fastgen.models.routing.routes import modules_of
+from fastgen.models.state import Kept, kept_of, state_of
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.attention import current_step
 from fastgen.patches.transformers.cache.shared_cache import Room, SharedCache
@@ -40,6 +41,19 @@ The first run is eager, the second is captured, the third replays at another len
 """
 
 
+@dataclass(frozen=True)
+class CaptureVerdict(Kept):
+    """Whether the captured steps of a model have computed what its modules compute.
+
+    Attributes:
+        kinds: The model's `_kinds` when capture was tried.
+        reason: Why not to capture; None if results agreed.
+    """
+
+    kinds: tuple[object, ...]
+    reason: str | None = None
+
+
 def check(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     """Check that the decode steps of a model's modules can be captured.
 
@@ -49,9 +63,9 @@ def check(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     Raises:
         NotFused: They cannot; the message is the reason.
     """
-    kinds, reason = _outcomes.get(model, (None, None))
-    if reason is not None and kinds == _kinds(model):
-        raise NotFused(reason)
+    known = kept_of(model, CaptureVerdict)
+    if known is not None and known.reason is not None and known.kinds == _kinds(model):
+        raise NotFused(known.reason)
     check_arguments(model, generation_config, kwargs)
     check_preparation(model)
     if kwargs.get("decoder_attention_mask") is not None and not _prepares_as_all(model):
@@ -102,7 +116,7 @@ class CapturedModules:
         self.model, self.cache = model, cache
         self.refused: str | None = None
         self._kinds = _kinds(model)
-        self._proven = _outcomes.get(model) == (self._kinds, None)
+        self._proven = kept_of(model, CaptureVerdict) == CaptureVerdict(self._kinds)
         self._repeated = graph.CapturedFunction()
         self._setting: _Setting | None = None
 
@@ -176,7 +190,7 @@ class CapturedModules:
         elif not same:
             self._refuse(OTHERWISE)
         elif self._setting is not None and self._setting.runs == SURE:
-            _outcomes[self.model] = self._kinds, None
+            state_of(self.model).keep(CaptureVerdict(self._kinds))
 
     def _refuse(self, reason: str, lasting: bool = True) -> None:
         """Stop capturing in this call.
@@ -186,7 +200,7 @@ class CapturedModules:
         """
         self.refused, self._setting = not_captured(reason), None
         if lasting:
-            _outcomes[self.model] = self._kinds, reason
+            state_of(self.model).keep(CaptureVerdict(self._kinds, reason))
 
     @contextmanager
     def _unchanged(self, setting: _Setting) -> Generator[None]:
@@ -268,9 +282,3 @@ def _prepares_as_all(model: Any) -> bool:
 def _kinds(model: Any) -> tuple[object, ...]:
     """Return what identifies a model's code; recorded outcomes hold as long as it is equal."""
     return (compat.attention_of(model.config), *map(type, of_steps(model)))
-
-
-_outcomes: "WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], str | None]]" = (
-    WeakKeyDictionary()
-)
-"""By model: its `_kinds` when capture was tried, and why not to capture, None if results agreed."""

@@ -4,7 +4,6 @@ The decision is made once, before the call has any effect.
 """
 
 import functools
-import weakref
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native_multistep_job import why_not_in_c
 from fastgen.models.specs.decoder_layouts import layout_of
 from fastgen.models.specs.families import Family, family_of
+from fastgen.models.state import Kept, kept_of
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of
 from fastgen.patches.transformers.cache import user_cache
@@ -213,12 +213,12 @@ def _family(config: Any) -> Family | None:
     return family_of(config.model_type)
 
 
-refused: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Models whose first decode step did not take its keys from the shared cache."""
+class SharedCacheRefusal(Kept):
+    """Kept of a model whose first decode step did not take its keys from the shared cache."""
 
 
 def computes_alone(model: Any) -> str:
-    """Return the reason why a model in `refused` does not use the shared cache."""
+    """Return the reason why a model with a `SharedCacheRefusal` has a cache of its own."""
     return f"{type(model).__name__} computes with the cache in a way of its own"
 
 
@@ -408,7 +408,7 @@ def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, An
 
 def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
     """Return why the model's modules cannot resolve placeholders, or None if they can."""
-    if model in refused:
+    if kept_of(model, SharedCacheRefusal) is not None:
         return computes_alone(model)
     if has_own_attention(model):
         return None  # its modules never get placeholders

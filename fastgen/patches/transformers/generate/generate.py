@@ -26,9 +26,7 @@ from fastgen.decoding.search.sampling import Sampling
 from fastgen.decoding.search.stopping import Stop
 from fastgen.decoding.speculative.bild_options import Options
 from fastgen.models.build.introspection import NotFused
-from fastgen.models.cuda_graphs import graph, graph_buffers
-from fastgen.models.layers import packed_weights
-from fastgen.models.memory import scratch
+from fastgen.models.cuda_graphs import graph
 from fastgen.models.routing.routes import routed, withdraw
 from fastgen.models.specs.families import family_of
 from fastgen.patches.engine import engine
@@ -71,11 +69,6 @@ TOO_FEW, TOO_NARROW = 64, 256
 With one new token, the products of such a call take microseconds; a pass over the model's layers
 takes a millisecond.
 """
-
-engine.on_release(packed_weights.release)
-engine.on_release(scratch.release)
-engine.on_release(graph_buffers.release)
-engine.on_release(graph.release)
 
 
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:

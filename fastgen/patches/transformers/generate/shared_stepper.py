@@ -26,6 +26,7 @@ from fastgen.models.memory.scratch import memory_of
 from fastgen.models.runtime import first_token
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.state import state_of
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.attention import current_step
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
@@ -33,11 +34,11 @@ from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.captured_module_step import CapturedModules
 from fastgen.patches.transformers.generate.decide import (
     MODULES_CANNOT,
+    SharedCacheRefusal,
     computes_alone,
     has_own_attention,
     not_shared,
     reason_not_to_capture,
-    refused,
 )
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder, source_mask
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
@@ -431,7 +432,7 @@ class SharedStepper(ModuleStepper):
 
     def _go_on_unshared(self, cache: SharedCache, kwargs: dict[str, Any]) -> None:
         """Drop what the first step has written, and continue with the toolkit's own cache."""
-        refused.add(self.model)
+        state_of(self.model).keep(SharedCacheRefusal())
         self._leave_shared(cache, kwargs, computes_alone(self.model))
 
     def _leave_shared(self, cache: SharedCache, kwargs: dict[str, Any], reason: str) -> None:

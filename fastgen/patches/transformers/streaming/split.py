@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from fastgen.decoding.plan import Unsupported
 from fastgen.models.memory import scratch
 from fastgen.patches.engine import engine
-from fastgen.patches.engine.out_of_memory import NO_MEMORY, give_up, make_room
+from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room, stop_packing
 from fastgen.patches.transformers.generate.decide import decide
 from fastgen.patches.transformers.generate.first_tokens import of_sentences
 from fastgen.patches.transformers.generate.generation_call import in_part
@@ -58,7 +58,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
             kwargs = kwargs | dict(zip(("inputs", "generation_config"), args, strict=False))
         prepared = None if len(args) > 2 else _separable(model, kwargs)
         if prepared is None:
-            give_up(model.device)
+            stop_packing(model.device)
             raise
     # Outside the handler, so that the exception keeps no tensors of the call alive.
     sentences = prepared.sentences

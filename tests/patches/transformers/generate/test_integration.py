@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import config
+from fastgen.models import state
 from fastgen.models.layers import packed_weights
 from fastgen.models.routing import routes
 from fastgen.ops import native
@@ -78,7 +79,7 @@ def _check_at_rest(*models: nn.Module) -> None:
         ] == []
     assert attention.current_step.get() is None
     assert engine.current_plan.get() is None
-    assert not routes._routes
+    assert not list(state.kept(routes.Route))
     assert not engine._running
 
 

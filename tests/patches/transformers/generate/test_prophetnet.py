@@ -68,7 +68,7 @@ def test_same(options: dict[str, Any], dtype: torch.dtype) -> None:
         assert assert_same(model, kwargs).error is None
         _report()
     assert fallbacks() == before
-    assert equivalence_check._outcomes[model.prophetnet.decoder][1]
+    assert equivalence_check.verdicts_of(model.prophetnet.decoder).step[1]
 
 
 @pytest.mark.parametrize("beams", [1, 4])

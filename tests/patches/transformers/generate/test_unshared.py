@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import fastgen
+from fastgen.models.state import kept, kept_of, state_of
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate import decide
 from fastgen.patches.transformers.generate.report import last_call
@@ -285,7 +286,8 @@ def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
 @pytest.fixture
 def forget_refused() -> Iterator[None]:
     yield
-    decide.refused.clear()
+    for model, _ in kept(decide.SharedCacheRefusal):
+        state_of(model).drop(decide.SharedCacheRefusal)
 
 
 class _Counts(LogitsProcessor):
@@ -311,7 +313,7 @@ def test_found_out_at_the_first_step(family: str, method: str, fields: str) -> N
     said, served, before = left_off().get(what, 0), hits(), fallbacks()
     assert assert_same(model, kwargs).error is None
     assert (left_off()[what], hits(), fallbacks()) == (said + 1, served + 1, before)
-    assert model in decide.refused
+    assert kept_of(model, decide.SharedCacheRefusal) is not None
     assert what in fastgen.explain(model, **kwargs).notes
     _check_unshared(model, kwargs, decide.computes_alone(model))
 
@@ -345,7 +347,7 @@ def test_found_out_when_sentences_have_left(family: str) -> None:
     kwargs["eos_token_id"] = sorted({int(token) for token in first[:3]} | set(range(4, 70, 2)))
     zoo.alone(model)
     assert assert_same(model, kwargs).error is None
-    assert model in decide.refused
+    assert kept_of(model, decide.SharedCacheRefusal) is not None
     call = last_call()
     assert call is not None
     assert call.steps[0][0] < call.plan.rows

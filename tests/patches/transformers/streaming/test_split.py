@@ -163,7 +163,7 @@ def test_one_sentence(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     with pytest.raises(torch.OutOfMemoryError, match="for 1 rows"):
         model.generate(**zoo.batch(model, 2, 9), max_new_tokens=5)
     assert "2 sentences" in caplog.text
-    assert packed_weights.GIVEN_UP in caplog.text
+    assert packed_weights.STOPPED in caplog.text
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -186,7 +186,7 @@ def test_the_call_behind_a_failed_one_runs_on_torch(
         assert torch.equal(model.generate(**kwargs), stock)
     assert packed_weights.packed_bytes() == 0
     calls = fastgen.status().calls
-    assert any(packed_weights.GIVEN_UP in str(call) for call in calls), calls
+    assert any(packed_weights.STOPPED in str(call) for call in calls), calls
     fastgen.release()
     for _ in range(4):
         assert torch.equal(model.generate(**kwargs), stock)
