@@ -6,6 +6,7 @@ between any two instructions, also within `__enter__` and `__exit__`.
 
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -30,6 +31,28 @@ class assigned(Generic[_T]):  # a context manager, named in lower case as in `co
 
     def __exit__(self, *_: object) -> None:
         self._variable.set(self._before)
+
+
+class changed(Generic[_T]):
+    """Context manager that changes fields of the frozen dataclass in a context variable.
+
+    At its end it restores these fields alone, so that contexts may end in any order. As for
+    `assigned`, the block must run inside an `isolated` call.
+    """
+
+    def __init__(self, variable: ContextVar[_T], **changes: Any) -> None:
+        self._variable: ContextVar[Any] = variable
+        self._changes = changes
+
+    def __enter__(self) -> _T:
+        record = self._variable.get()
+        self._before = {name: getattr(record, name) for name in self._changes}
+        new: _T = replace(record, **self._changes)
+        self._variable.set(new)
+        return new
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.set(replace(self._variable.get(), **self._before))
 
 
 def isolated(function: Callable[..., _T], /, *args: Any, **kwargs: Any) -> _T:

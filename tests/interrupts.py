@@ -28,7 +28,8 @@ from fastgen.models import state
 from fastgen.models.cuda_graphs import graph, graph_buffers
 from fastgen.models.routing import routes
 from fastgen.models.state import kept
-from fastgen.patches.engine import engine
+from fastgen.patches.engine.registry import registry
+from fastgen.patches.engine.running import Scope, count_running
 
 SIZES: dict[str, Any] = {"vocab_size": 211, "pad_token_id": 0, "eos_token_id": 2}
 _SEQ2SEQ: dict[str, Any] = SIZES | {
@@ -171,13 +172,13 @@ def left_behind(*models: nn.Module) -> list[str]:
         if "forward" in vars(part)
     ]
     found += [f"a route of {len(route.before)} layers" for _, route in kept(routes.Route)]
-    if engine._count_running():
+    if count_running():
         found.append("a running plan")
     for variable, value in contextvars.copy_context().items():
-        if variable.name.startswith(PREFIX) and value not in (None, False):
+        if variable.name.startswith(PREFIX) and value not in (None, False, Scope()):
             found.append(f"{variable.name} is {value!r}")
     locks = {
-        "engine": engine.lock,
+        "engine": registry.lock,
         "routes": routes._lock,
         "states": state._states.lock,
         "seats": graph_buffers._lock,

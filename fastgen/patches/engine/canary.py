@@ -11,21 +11,13 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fastgen._version import __version__
-from fastgen.context import assigned
-
-_asking: ContextVar[bool] = ContextVar("fastgen_asking", default=False)
-
-
-def in_canary() -> bool:
-    """Return whether a canary is running in this context."""
-    return _asking.get()
+from fastgen.patches.engine.running import canary_scope
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,7 @@ class Canary:
             with self._lock:
                 self.verdict = self.verdict or self._recall()
                 if self.verdict is None:
-                    with assigned(_asking, True):
+                    with canary_scope():
                         self.verdict = self._run()
         return self.verdict
 

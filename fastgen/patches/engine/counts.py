@@ -1,34 +1,20 @@
-"""Counters of patched calls: hits, fallbacks, disabled features, and the outcome of users' calls.
+"""Counting of patched calls: hits, fallbacks, disabled features, and the outcome of users' calls.
 
-`lock` guards these tables and those of the engine. It is never held during an import or while a
-replacement or a canary runs.
+The counters are in `registry`.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from fastgen.config import settings
 from fastgen.ops.counts import calls as operations
-from fastgen.patches.engine.canary import in_canary
 from fastgen.patches.engine.patch import FallbackError
-from fastgen.patches.engine.status import Entry
+from fastgen.patches.engine.registry import registry
+from fastgen.patches.engine.running import in_canary
 
 Outcome = Literal["accelerated", "partly", "not"]
 OUTCOMES: tuple[Outcome, ...] = ("accelerated", "partly", "not")
-
-lock = threading.RLock()
-entries: dict[str, Entry] = {}
-"""The declared patches, by name."""
-outcomes: Counter[tuple[str, ...]] = Counter()
-"""Number of users' calls by (toolkit, model class, method, outcome)."""
-reasons: Counter[tuple[str, ...]] = Counter()
-"""Reasons for incomplete acceleration: calls by (toolkit, model class, method, outcome, reason)."""
-parity: Counter[str] = Counter()
-"""Number of parity-mode calls by outcome."""
-bild: Counter[str] = Counter()
-"""Counters of big-little decoding, summed over all texts."""
 
 
 def hit(name: str, left_off: Iterable[str] = ()) -> None:
@@ -38,9 +24,9 @@ def hit(name: str, left_off: Iterable[str] = ()) -> None:
         name: Name of the patch.
         left_off: Features that were disabled in this call, each with its reason.
     """
-    entry = entry_of(name)
+    entry = registry.entry(name)
     if not in_canary():
-        with lock:
+        with registry.lock:
             entry.hits += 1
             # Without `iter`, `update` would read the values of a mapping as counts.
             entry.left_off.update(iter(left_off))
@@ -48,9 +34,9 @@ def hit(name: str, left_off: Iterable[str] = ()) -> None:
 
 def note_skipped(name: str, reason: str) -> None:
     """Count a call that runs the original because that is faster: neither a hit nor a fallback."""
-    entry = entry_of(name)
+    entry = registry.entry(name)
     if not in_canary():
-        with lock:
+        with registry.lock:
             entry.left_off[reason] += 1
 
 
@@ -67,9 +53,9 @@ def fallback(name: str, reason: str, of: tuple[str, str] | None = None) -> None:
     Raises:
         FallbackError: ``FASTGEN_STRICT=1`` is set or a canary is running.
     """
-    entry = entry_of(name)
+    entry = registry.entry(name)
     if not in_canary():
-        with lock:
+        with registry.lock:
             entry.fallbacks[reason] += 1
         if of is not None:
             note_call(entry.patch.toolkit.name, *of, "not", [reason])
@@ -90,21 +76,21 @@ def note_call(
         why: Reasons why the call was not fully accelerated.
     """
     if not in_canary():
-        with lock:
-            outcomes[toolkit, model, method, outcome] += 1
-            reasons.update((toolkit, model, method, outcome, text) for text in why)
+        with registry.lock:
+            registry.counts.outcomes[toolkit, model, method, outcome] += 1
+            registry.counts.reasons.update((toolkit, model, method, outcome, text) for text in why)
 
 
 def compared(outcome: str) -> None:
     """Count a parity-mode call by outcome: the result of comparison, or why it ran only once."""
-    with lock:
-        parity[outcome] += 1
+    with registry.lock:
+        registry.counts.parity[outcome] += 1
 
 
 def note_drafting(counts: Mapping[str, int]) -> None:
     """Add the counters of a call with big-little decoding, by name."""
-    with lock:
-        bild.update(counts)
+    with registry.lock:
+        registry.counts.bild.update(counts)
 
 
 def counted() -> Counter[tuple[str, ...]]:
@@ -115,8 +101,8 @@ def counted() -> Counter[tuple[str, ...]]:
     totals = Counter[tuple[str, ...]](
         {("operation", *key): count for key, count in operations.items()}
     )
-    with lock:
-        for name, entry in entries.items():
+    with registry.lock:
+        for name, entry in registry.entries.items():
             totals["hit", name] = entry.hits
             totals.update(
                 {("fallback", name, why): count for why, count in entry.fallbacks.items()}
@@ -124,44 +110,32 @@ def counted() -> Counter[tuple[str, ...]]:
             totals.update(
                 {("left off", name, what): count for what, count in entry.left_off.items()}
             )
-        totals.update({("call", *key): count for key, count in outcomes.items()})
-        totals.update({("reason", *key): count for key, count in reasons.items()})
+        totals.update({("call", *key): count for key, count in registry.counts.outcomes.items()})
+        totals.update({("reason", *key): count for key, count in registry.counts.reasons.items()})
     return totals
 
 
 def count_too(counts: Mapping[tuple[str, ...], int]) -> None:
     """Add the counts that another process got from `counted`."""
-    with lock:
+    with registry.lock:
         for (kind, name, *rest), count in counts.items():
             if kind == "operation":
                 operations[name, rest[0]] += count
             elif kind == "hit":
-                entry_of(name).hits += count
+                registry.entry(name).hits += count
             elif kind == "call":
-                outcomes[(name, *rest)] += count
+                registry.counts.outcomes[(name, *rest)] += count
             elif kind == "reason":
-                reasons[(name, *rest)] += count
+                registry.counts.reasons[(name, *rest)] += count
             else:
-                entry = entry_of(name)
+                entry = registry.entry(name)
                 (entry.fallbacks if kind == "fallback" else entry.left_off)[rest[0]] += count
 
 
-def forget_all() -> None:
+def clear() -> None:
     """Set all counts to zero."""
-    with lock:
-        for entry in entries.values():
-            entry.forget_counts()
-        for counts in (outcomes, reasons, parity, bild, operations):
-            counts.clear()
-
-
-def entry_of(name: str) -> Entry:
-    """Return the record of a declared patch.
-
-    Raises:
-        ValueError: No declared patch has this name.
-    """
-    try:
-        return entries[name]
-    except KeyError:
-        raise ValueError(f"no patch is named {name!r}; there are {', '.join(entries)}") from None
+    with registry.lock:
+        for entry in registry.entries.values():
+            entry.clear_counts()
+        registry.counts.clear()
+        operations.clear()

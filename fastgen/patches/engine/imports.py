@@ -5,10 +5,10 @@ from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from fastgen.patches.engine.registry import registry
+
 # Attribute of a module spec. importlib sets it to True and, when the import ends, to False.
 _RUNNING = "_initializing"
-
-_hooked: set[str] = set()
 
 
 def when_imported(name: str, callback: Callable[[], object]) -> None:
@@ -21,13 +21,13 @@ def when_imported(name: str, callback: Callable[[], object]) -> None:
 
     def hook(_: ModuleType) -> None:
         # Ignore the module argument: the module may have replaced itself in sys.modules.
-        _hooked.discard(name)
+        registry.hooked.discard(name)
         callback()
 
     import wrapt  # imported lazily, so that `startup.check` can report that it is missing
 
-    if name in sys.modules or name not in _hooked:
-        _hooked.add(name)
+    if name in sys.modules or name not in registry.hooked:
+        registry.hooked.add(name)
         wrapt.register_post_import_hook(hook, name)
 
 

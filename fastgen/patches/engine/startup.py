@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from fastgen.config import settings
 from fastgen.errors import MissingPackageError, VariableError, needs
-from fastgen.patches.engine.counts import entries
+from fastgen.patches.engine.registry import registry
 
 # Patches of earlier releases, which existing scripts may still list in FASTGEN_SKIP.
 _REMOVED = {"fairseq.refine", "transformers.loss"}
@@ -18,7 +18,7 @@ def check() -> None:
         VariableError: A variable has an invalid value.
         MissingPackageError: wrapt, which the import hooks need, is not installed.
     """
-    skip = settings().skip
+    skip, entries = settings().skip, registry.entries
     for name in skip:
         if name not in _REMOVED and not any(entry.patch.within(name) for entry in entries.values()):
             close = difflib.get_close_matches(name, entries, n=1)

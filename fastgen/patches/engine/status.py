@@ -3,50 +3,21 @@
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from fastgen._version import __version__
-from fastgen.config import Mode, settings
+from fastgen.config import settings
 from fastgen.models.memory import budget
 from fastgen.ops.counts import calls
 from fastgen.patches.engine.canary import Canary
 from fastgen.patches.engine.patch import Patch, Toolkit
-from fastgen.patches.engine.slot import Function, Layer
+from fastgen.patches.engine.registry import Entry, Registry, State
 
 if TYPE_CHECKING:
     from fastgen.patches.engine.calls import CallGroup
 
 _PATHS = ("triton", "native", "reference")
-
-State = Literal["pending", "applied", "skipped", "failed", "off"]
-
-
-@dataclass(eq=False)
-class Entry:
-    """A declared patch and its current state.
-
-    This is the engine's own record. Changes to it are made under `counts.lock`.
-    """
-
-    patch: Patch
-    state: State = "off"
-    reason: str = ""
-    hits: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter[str])
-    left_off: Counter[str] = field(default_factory=Counter[str])
-    layer: Layer | None = None
-    replacement: Function | None = None
-
-    def settle(self, state: State, reason: str = "") -> None:
-        """Set the state and its reason."""
-        self.state, self.reason = state, reason
-
-    def forget_counts(self) -> None:
-        """Set what is counted to zero."""
-        self.hits = 0
-        self.fallbacks.clear()
-        self.left_off.clear()
 
 
 @dataclass(frozen=True)
@@ -301,34 +272,22 @@ def readable(count: float) -> str:
 
 
 def report(
-    mode: Mode,
-    entries: Sequence[Entry],
-    versions: Mapping[str, str],
-    canaries: Mapping[str, Canary],
-    absent: frozenset[str],
-    groups: "tuple[CallGroup, ...]",
-    compared: Mapping[str, int],
-    together: Mapping[str, int],
-    verbose: bool,
+    registry: Registry, absent: frozenset[str], groups: "tuple[CallGroup, ...]", verbose: bool
 ) -> Status:
     """Return the current status.
 
     Args:
-        mode: Which patches are enabled.
-        entries: The patches.
-        versions: Installed version by toolkit name.
-        canaries: Canary by toolkit name, for versions newer than tested.
+        registry: The state of the engine.
         absent: Top-level modules of toolkits that are not installed.
         groups: Calls by model class and decoding method.
-        compared: Parity-mode calls by outcome.
-        together: Counters of big-little decoding by name.
         verbose: Whether the status prints every patch.
     """
+    entries, versions, canaries = registry.entries.values(), registry.versions, registry.canaries
     toolkits = dict.fromkeys(entry.patch.toolkit for entry in entries)
     return Status(
         __version__,
-        mode == "1",
-        mode == "compat",
+        registry.mode == "1",
+        registry.mode == "compat",
         tuple(
             _toolkit_row(t, versions.get(t.name), canaries.get(t.name), t.module in absent)
             for t in toolkits
@@ -338,13 +297,13 @@ def report(
             _row(e, canaries.get(e.patch.toolkit.name), e.patch.toolkit.module in absent)
             for e in entries
         ),
-        dict(compared),
+        dict(registry.counts.parity),
         {
             name: {p: calls[name, p] for p in _PATHS if calls[name, p]}
             for name in sorted({name for name, _ in calls})
         },
         _native(),
-        dict(together),
+        dict(registry.counts.bild),
         budget.held_bytes(),
         budget.held_by_model(),
         _not_packed(),

@@ -492,7 +492,7 @@ PLANNED = """
         if kwargs.pop("times", 1) == 2:
             inside.set(); assert go_on.wait(60)
         with engine.running("the plan") as plan:
-            assert plan == engine.current_plan.get() == "the plan"
+            assert plan == engine.current_plan() == "the plan"
             engine.hit("toolkit.greet")
             if args == ("loop",):
                 inside.set(); assert go_on.wait(60)
@@ -503,7 +503,7 @@ PLANNED = """
             return ["ours", original(*args, **kwargs)]
 
     def step(original, self, x, **kwargs):
-        return ["ours", engine.current_plan.get(), original(self, x, **kwargs)]
+        return ["ours", engine.current_plan(), original(self, x, **kwargs)]
 """
 
 
@@ -540,7 +540,7 @@ def test_disable_while_a_plan_runs_raises_and_changes_nothing(sandbox: Sandbox) 
         thread = threading.Thread(target=lambda: got.append(gen.greet("loop")))
         thread.start()
         assert ours.inside.wait(60)
-        assert ours.engine.current_plan.get() is None, "the plan belongs to the other thread"
+        assert ours.engine.current_plan() is None, "the plan belongs to the other thread"
         try:
             fastgen.disable()
         except RuntimeError as error:
@@ -593,7 +593,7 @@ def test_an_exception_leaves_nothing_behind(sandbox: Sandbox) -> None:
                 pass
             else:
                 raise AssertionError(args)
-            assert ours.engine.current_plan.get() is None
+            assert ours.engine.current_plan() is None
             assert gen.greet("you") == ["ours", "hello you"] and states() == {"applied": 5}
             with fastgen.disabled():
                 assert gen.greet("you") == "hello you"
@@ -1432,11 +1432,11 @@ def test_a_warning_of_a_gone_target_may_be_an_exception(loud: Sandbox) -> None:
         """
         import threading, warnings
         import fastgen
-        from fastgen.patches.engine import engine
+        from fastgen.patches.engine.registry import registry
         free = []
         def take():
-            free.append(engine.lock.acquire(timeout=20))
-            engine.lock.release()
+            free.append(registry.lock.acquire(timeout=20))
+            registry.lock.release()
         def show(*_, **__):
             other = threading.Thread(target=take)
             other.start()

@@ -6,7 +6,6 @@ The outputs are compared, and the toolkit's own output is returned.
 import copy
 import inspect
 import math
-import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch import Tensor
 from fastgen.config import settings
 from fastgen.decoding.search.near_ties import NEAR_TIE, closest_decision, end_tokens, prompt_length
 from fastgen.patches.engine import engine
+from fastgen.patches.engine.notices import is_new
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
 from fastgen.patches.transformers.generate import legacy_search
@@ -26,9 +26,6 @@ from fastgen.patches.transformers.generate.logits_processors import batchwise_pr
 from fastgen.patches.transformers.generate.resolve_setting import Settings
 from fastgen.patches.transformers.generate.stopping_criteria import unknown_criterion
 from fastgen.patches.transformers.introspection.noise import HALVES, noise
-
-_lock = threading.RLock()
-_said: set[str] = set()
 
 
 class ParityError(RuntimeError):
@@ -58,7 +55,7 @@ def wanted() -> bool:
 
     Only the outermost call of a context does, and only outside of canaries.
     """
-    return settings().parity and engine.current_plan.get() is None and not engine.in_canary()
+    return settings().parity and engine.current_plan() is None and not engine.in_canary()
 
 
 def both_ways(
@@ -414,8 +411,5 @@ def _report(model: Any, divergence: Divergence | None, ours: _Outcome) -> None:
     text = f"{type(model).__name__}.generate: {divergence.text}"
     if settings().strict and divergence.outcome == "different":
         raise ParityError(text) from ours.error
-    with _lock:
-        new = text not in _said
-        _said.add(text)
-    if new:
+    if is_new(text):
         warnings.warn(f"fastgen and transformers differ: {text}", ParityWarning, stacklevel=2)

@@ -33,6 +33,7 @@ from fastgen.models.layers import packed_weights
 from fastgen.models.routing import routes
 from fastgen.ops import native
 from fastgen.patches.engine import engine
+from fastgen.patches.engine.registry import registry
 from fastgen.patches.transformers.cache import attention
 from tests.support import zoo
 from tests.support.parity import assert_same, fallbacks, hits, left_off
@@ -78,9 +79,9 @@ def _check_at_rest(*models: nn.Module) -> None:
             name for name, module in model.named_modules() if "forward" in module.__dict__
         ] == []
     assert attention.current_step.get() is None
-    assert engine.current_plan.get() is None
+    assert engine.current_plan() is None
     assert not list(state.kept(routes.Route))
-    assert not engine._running
+    assert not registry.running
 
 
 def _large(seed: int = 0) -> Any:

@@ -22,10 +22,10 @@ import fastgen
 from fastgen import config
 from fastgen.decoding.search.near_ties import replayed
 from fastgen.ops.selection import kbest as ops
-from fastgen.patches.engine import counts, engine
+from fastgen.patches.engine import engine
+from fastgen.patches.engine.registry import registry
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate import generate
-from fastgen.patches.transformers.introspection import parity
 from fastgen.patches.transformers.introspection.parity import ParityError, ParityWarning
 from tests.support import zoo
 from tests.support.parity import hits
@@ -35,12 +35,12 @@ from tests.support.parity import hits
 def parity_mode(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FASTGEN_PARITY", "1")
     config.reload()
-    counts.parity.clear()
-    parity._said.clear()
+    registry.counts.parity.clear()
+    registry.warnings.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error", ParityWarning)
         yield
-    counts.parity.clear()
+    registry.counts.parity.clear()
     monkeypatch.undo()
     config.reload()
 
