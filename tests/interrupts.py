@@ -30,6 +30,7 @@ from fastgen.models.routing import routes
 from fastgen.models.state import kept
 from fastgen.patches.engine.registry import registry
 from fastgen.patches.engine.running import Scope, count_running
+from fastgen.patches.generation_call import GenerationCall
 
 SIZES: dict[str, Any] = {"vocab_size": 211, "pad_token_id": 0, "eos_token_id": 2}
 _SEQ2SEQ: dict[str, Any] = SIZES | {
@@ -175,7 +176,7 @@ def left_behind(*models: nn.Module) -> list[str]:
     if count_running():
         found.append("a running plan")
     for variable, value in contextvars.copy_context().items():
-        if variable.name.startswith(PREFIX) and value not in (None, False, Scope()):
+        if variable.name.startswith(PREFIX) and value not in (None, GenerationCall(), Scope()):
             found.append(f"{variable.name} is {value!r}")
     locks = {
         "engine": registry.lock,

@@ -12,6 +12,7 @@ plain functions that are never called.
 """
 
 import contextlib
+import functools
 import importlib
 import os
 import threading
@@ -77,7 +78,6 @@ MOST_COUNTED = 4096
 """Largest number of program groups in one launch that count their finished programs."""
 
 _counted = threading.local()
-_of_stream: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counters(device: torch.device, groups: int) -> Tensor:
@@ -89,11 +89,14 @@ def counters(device: torch.device, groups: int) -> Tensor:
     assert groups <= MOST_COUNTED, groups
     held: Tensor | None = getattr(_counted, "held", None)
     if held is None:
-        key = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        held = _of_stream.get(key)
-        if held is None:
-            held = _of_stream.setdefault(key, new_counters(device))
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        held = _counters_of(device, stream)
     return held[:groups]
+
+
+@functools.cache
+def _counters_of(device: torch.device, stream: int) -> Tensor:
+    return new_counters(device)
 
 
 def new_counters(device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from fastgen.models.layers.attention import BeamAttention, Layer, layer_of
-from fastgen.patches.transformers.cache.attention import current_step
+from fastgen.patches.generation_call import current
 from fastgen.unilm.config import UniLMConfig
 
 
@@ -51,7 +51,7 @@ class UniLMSelfAttention(nn.Module):
         if past is not None:
             keys, values = past.update(keys, values, self.layer)
         asks = torch.arange(x.shape[1], device=x.device, dtype=torch.int64) >= stay
-        layer, step = layer_of(keys), current_step.get()
+        layer, step = layer_of(keys), current.get().step
         if layer is None or step is None:
             mixed = self.mix(query, keys, values, visible, own_keys, own_values, asks)
         else:

@@ -229,8 +229,149 @@ def _write(package: Path, file: str, text: str) -> None:
 MOST_FILES = 16
 """Modules of a folder."""
 
-CONTEXT_VARIABLES = 13
+CONTEXT_VARIABLES = 4
 """Of the whole package; each is a value that functions get without being passed it."""
+
+STATE = {
+    "ops/counts.py: calls": "counts of operations; the hot path reads it without an attribute",
+    "ops/counts.py: launches": "counts of kernel launches, which tests read",
+    "ops/dispatch.py: _counted": "the counters of the graph that this thread captures",
+    "models/state.py: _states": "what is kept between calls, by module and for the process",
+    "patches/engine/registry.py: registry": "patches, toolkits, running plans, counts of calls",
+    "patches/transformers/generate/report.py: _last": "the newest report, for benchmarks",
+    "patches/fairseq/commands/options.py: command_line": "fairseq drops options of others",
+    "patches/fairseq/commands/background.py: _work": "what a forked process inherits to run",
+    "cli/environment/hook.py: install": "a command, which commands of one file cannot be modules",
+    "cli/environment/hook.py: remove": "the same",
+}
+"""All objects of modules that change while a process runs, and why each is one."""
+
+MUTABLE = [
+    "dict",
+    "list",
+    "set",
+    "bytearray",
+    "Counter",
+    "defaultdict",
+    "deque",
+    "OrderedDict",
+    "SimpleNamespace",
+    "local",
+    "WeakKeyDictionary",
+    "WeakSet",
+    "WeakValueDictionary",
+]
+MUTATORS = [
+    "add",
+    "append",
+    "appendleft",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "popleft",
+    "remove",
+    "setdefault",
+    "update",
+]
+
+
+def state_of_modules(package: Path) -> set[str]:
+    """Return the module-level objects of a package that change, as ``file: name``.
+
+    These are names that a function declares `global`, and containers and instances of classes that
+    are not frozen. Constants, named in capitals, count only where something changes them.
+    """
+    trees = {
+        str(file.relative_to(package)): ast.parse(file.read_text("utf-8"))
+        for file in package.rglob("*.py")
+    }
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    kinds = {*MUTABLE, *(n.name for n in nodes if isinstance(n, ast.ClassDef) and not _frozen(n))}
+    changed = {name for node in nodes for name in _changed_by(node)}
+    found: set[str] = set()
+    for file, tree in trees.items():
+        names = {
+            name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names
+        }
+        for name, value in _assigned(tree.body):
+            is_constant = name.isupper() and name not in changed
+            if not is_constant and name != "__all__" and _is_mutable(value, kinds):
+                names.add(name)
+        found |= {f"{file}: {name}" for name in names}
+    return found
+
+
+def _assigned(body: list[ast.stmt]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield name and value of the assignments of a module, also within `if`, `try` and `with`."""
+    for node in body:
+        if isinstance(node, ast.Assign):
+            yield from ((t.id, node.value) for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            yield node.target.id, node.value
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            for part in ("body", "orelse", "finalbody"):
+                yield from _assigned(getattr(node, part, []))
+
+
+def _is_mutable(value: ast.expr, kinds: set[str]) -> bool:
+    if isinstance(value, (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)):
+        return True
+    if not isinstance(value, ast.Call):
+        return False
+    function = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+    return ast.unparse(function).rpartition(".")[2] in kinds
+
+
+def _frozen(node: ast.ClassDef) -> bool:
+    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    decorators = " ".join(map(ast.unparse, node.decorator_list))
+    return "frozen=True" in decorators or bool(bases & {"NamedTuple", "Enum", "Action"})
+
+
+def _changed_by(node: ast.AST) -> Iterator[str]:
+    """Yield names of objects that a statement changes in place."""
+    target: ast.AST | None = None
+    if isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+        target = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        target = node.func.value if node.func.attr in MUTATORS else None
+    if isinstance(target, ast.Name):
+        yield target.id
+    elif isinstance(target, ast.Attribute):
+        yield target.attr
+
+
+def test_state_of_modules_is_little() -> None:
+    assert state_of_modules(PACKAGE) == set(STATE)
+    assert len(STATE) <= 10
+
+
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("cache = {}", {"cache"}),
+        ("cache: dict[str, int] = {}", {"cache"}),
+        ("if True:\n    seen = set[str]()", {"seen"}),
+        ("seen = weakref.WeakSet()", {"seen"}),
+        ("class A: pass\na = A()", {"a"}),
+        ("n = 0\ndef f():\n    global n\n    n += 1", {"n"}),
+        ("TABLE = {}\ndef f(): TABLE['x'] = 1", {"TABLE"}),
+        ("TABLE = []\ndef f(): TABLE.append(1)", {"TABLE"}),
+        ("from b import TABLE\ndef f(): del TABLE['x']", set()),
+        ("TABLE = {'x': 1}\ndef f(): return TABLE['x']", set()),
+        ("@dataclass(frozen=True)\nclass A: pass\na = A()", set()),
+        ("_lock = threading.RLock()", set()),
+        ("T = TypeVar('T')\n__all__ = ['a']\nn: int = 0", set()),
+        ("def f():\n    cache = {}", set()),
+    ],
+)
+def test_planted_state_is_found(tmp_path: Path, statement: str, names: set[str]) -> None:
+    package = _package(tmp_path)
+    _write(package, "models/a.py", statement)
+    assert state_of_modules(package) == {f"models/a.py: {name}" for name in names}
 
 
 def test_folders_are_small() -> None:

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from fastgen.patches.transformers.cache.attention import current_step
+from fastgen.patches.generation_call import in_step
 from fastgen.unilm import UniLMConfig, UniLMForConditionalGeneration
 
 VOCABULARY = 96
@@ -290,11 +290,8 @@ def alone(model: Any) -> Any:
         @functools.wraps(kind.forward)
         # No attention function of fastgen's applies, whatever transformers looks up.
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            token = current_step.set(None)
-            try:
+            with in_step(None):
                 return super().forward(*args, **kwargs)
-            finally:
-                current_step.reset(token)
 
     model.__class__ = Alone
     return model

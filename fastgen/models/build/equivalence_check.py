@@ -12,10 +12,8 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fastgen.context import assigned
-from fastgen.models.layers import packed_weights
+from fastgen.models.comparison import comparing
 from fastgen.models.memory import scratch
-from fastgen.models.runtime.decode_step import rounding
 from fastgen.models.state import Kept, kept_of, state_of
 from fastgen.ops.processor import in_tf32
 
@@ -167,8 +165,7 @@ def tried(make: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> Tried | N
         noise = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
         return (x * (1 + unit * (2 * noise - 1))).to(x.dtype)
 
-    with assigned(rounding, once_more):
-        return Tried(outputs, made(make))
+    return Tried(outputs, made(make, once_more))
 
 
 def _unit(dtype: torch.dtype, device: torch.device) -> float | None:
@@ -180,14 +177,18 @@ def _unit(dtype: torch.dtype, device: torch.device) -> float | None:
     return torch.finfo(torch.float16).eps / 2 if coarse else None
 
 
-def made(what: "Callable[[], _T]") -> "_T | None":
+def made(make: Callable[[], _T], rounding: Callable[[Tensor], Tensor] | None = None) -> _T | None:
     """Return the result of a function; None where it fails for a reason other than lack of memory.
 
     Weights are packed at once, so that the comparison covers the products that later steps run.
+
+    Args:
+        make: The function.
+        rounding: As in `models.comparison.Comparison`.
     """
     try:
-        with packed_weights.packing_at_once():
-            return what()
+        with comparing(rounding):
+            return make()
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         if scratch.is_out_of_memory(error):
             raise

@@ -3,7 +3,6 @@
 import math
 import weakref
 from collections.abc import Iterable
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.context import assigned
 from fastgen.models import state
+from fastgen.models.comparison import comparison
 from fastgen.models.memory import budget
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.state import Kept, kept_of, process_state, state_of
@@ -24,8 +23,6 @@ OFTEN = 3
 
 AGAIN = 1000
 """Uses after which packing is tried again where memory was short."""
-
-_at_once: ContextVar[bool] = ContextVar("fastgen_packing_at_once", default=False)
 
 
 @dataclass(eq=False)
@@ -81,7 +78,7 @@ class Packed(Kept):
         """
         if self.copy is None:
             self.uses += 1
-            if self.uses >= OFTEN or _at_once.get():
+            if self.uses >= OFTEN or comparison.get() is not None:
                 self.shortage = _shortage(plain, always)
                 if self.shortage is None:
                     self._pack(plain)
@@ -162,11 +159,6 @@ def has_copy(module: nn.Module) -> bool:
     """Return whether a packed copy of a layer's weight exists."""
     entry = packing().by_weight.get(id(module.weight))
     return entry is not None and entry.copy is not None
-
-
-def packing_at_once() -> assigned[bool]:
-    """Context manager in which weights are packed at their first use."""
-    return assigned(_at_once, True)
 
 
 def _shortage(plain: Tensor, always: bool) -> str | None:

@@ -8,13 +8,13 @@ Source: Wang et al. 2021 (LightSeq), section 2.1 (one operation between two matr
 """
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fastgen.models.comparison import comparison
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike, unnormed
 from fastgen.models.layers.positions import Bias, Rotary, turned_once
@@ -23,14 +23,6 @@ from fastgen.ops.beam_attention import Newest, beam_attention, beam_attention_wi
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.embedding import embedding, rows_of_positions
 from fastgen.ops.rotation import Rotation, rotated
-
-rounding: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar(
-    "fastgen_rounding", default=None
-)
-"""Perturbs the output of each sublayer by a rounding error, during an equivalence check only.
-
-`models.build.equivalence_check` uses it to measure how much rounding changes a model's output.
-"""
 
 
 class KeysAndValues(Protocol):
@@ -448,9 +440,9 @@ class Sublayer:
             The input of the next sublayer and the residual stream, (R, C) each.
         """
         outputs = self._made(x, stream, context)
-        return (
-            outputs if (noise := rounding.get()) is None else (noise(outputs[0]), noise(outputs[1]))
-        )
+        if (compared := comparison.get()) is None or compared.rounding is None:
+            return outputs
+        return compared.rounding(outputs[0]), compared.rounding(outputs[1])
 
     def _made(self, x: Tensor, stream: Tensor, context: Any) -> tuple[Tensor, Tensor]:
         mixed = self.mix(x, self.layer, context)

@@ -28,7 +28,7 @@ from fairseq_cli import eval_lm, generate, interactive
 
 from fastgen.cli.environment.run import run_target
 from fastgen.patches.fairseq.bild.bild_command import Pair
-from fastgen.patches.fairseq.commands.options import given
+from fastgen.patches.fairseq.commands.options import command_line
 from fastgen.patches.fairseq.mend import UntrustedCheckpointError
 from tests.support.fairseq_commands import (
     GENERATE,
@@ -307,7 +307,7 @@ def test_a_module_runs_as_its_command(module: Any, monkeypatch: pytest.MonkeyPat
         module.__name__, ["DATA", "--path", "x.pt", "--cpu", "--generate-workers", "2"], module=True
     )
     assert len(ran) == 1
-    assert given.generate_workers == 2
+    assert command_line.generate_workers == 2
 
 
 @pytest.mark.parametrize("where", ["typed", "file"])

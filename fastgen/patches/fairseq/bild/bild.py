@@ -7,7 +7,6 @@ models, in fairseq's order.
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, cast
@@ -21,6 +20,7 @@ from fairseq.sequence_generator import (
 )
 from torch import Tensor, nn
 
+from fastgen.context import changed
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.search.stopping import Stop
 from fastgen.decoding.speculative import bild_options
@@ -39,6 +39,7 @@ from fastgen.patches.fairseq.generator.lengths import longest_of
 from fastgen.patches.fairseq.generator.report import note_served
 from fastgen.patches.fairseq.generator.search import Beam, without_nan
 from fastgen.patches.fairseq.generator.shared_stepper import Member, SharedStepper
+from fastgen.patches.generation_call import current
 
 
 @dataclass
@@ -62,26 +63,24 @@ class Drafting:
         return f"Big-little decoding: {summary}"
 
 
-_drafting: ContextVar[Drafting | None] = ContextVar("fastgen_fairseq_bild", default=None)
-
-
-def asked() -> Drafting | None:
+def requested() -> Drafting | None:
     """Return the `Drafting` of this context, or None."""
-    return _drafting.get()
+    drafting = current.get().drafting
+    return drafting if isinstance(drafting, Drafting) else None
 
 
 def bild(
-    small: Any, early_exit: int | None, asked: Mapping[str, Any]
+    small: Any, early_exit: int | None, values: Mapping[str, Any]
 ) -> AbstractContextManager[Drafting]:
     """See `fastgen.bild`.
 
     Args:
         small: The small model, or None.
         early_exit: Number of the large model's layers that draft, or None.
-        asked: Options that were set, by `bild_options.NAMES`.
+        values: Options that were set, by `bild_options.NAMES`.
     """
     return drafting(
-        bild_options.options(_model_of(small), early_exit, asked, {}, ("small", "early_exit"))
+        bild_options.options(_model_of(small), early_exit, values, {}, ("small", "early_exit"))
     )
 
 
@@ -101,11 +100,8 @@ def drafting(options: Options) -> Generator[Drafting]:
     if isinstance(options.small, nn.Module):
         options.small.eval()  # generators do the same with their own models
     here = Drafting(options)
-    token = _drafting.set(here)
-    try:
+    with changed(current, drafting=here):
         yield here
-    finally:
-        _drafting.reset(token)
 
 
 def _model_of(small: Any) -> Any:

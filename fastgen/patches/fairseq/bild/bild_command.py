@@ -13,7 +13,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fastgen.decoding.speculative import bild_options
 from fastgen.decoding.speculative.bild_options import Options
 from fastgen.patches.fairseq.bild import bild
-from fastgen.patches.fairseq.commands.options import given
+from fastgen.patches.fairseq.commands.options import command_line
 
 _IN_THE_WAY = (
     "lm_path", "sampling", "diverse_beam_groups", "diversity_rate", "constraints",
@@ -43,15 +43,16 @@ class Pair:
         options = {
             name: value
             for name in bild_options.NAMES
-            if (value := getattr(given, _field(name), None)) is not None
+            if (value := getattr(command_line, _field(name), None)) is not None
         }
         self.options: Options | None = None
-        if options or given.bild_small is not None or given.bild_early_exit is not None:
+        small, early_exit = command_line.bild_small, command_line.bild_early_exit
+        if options or small is not None or early_exit is not None:
             try:
                 smalls = "--bild-small", "--bild-early-exit"
                 self.options = bild_options.options(
-                    given.bild_small,
-                    given.bild_early_exit,
+                    small,
+                    early_exit,
                     options,
                     {},
                     smalls,
@@ -71,13 +72,14 @@ class Pair:
         Raises:
             SystemExit: The checkpoint cannot be read.
         """
-        if self.options is None or given.bild_small is None:
+        small = command_line.bild_small
+        if self.options is None or small is None:
             return
-        logger.info(f"loading small model from {given.bild_small}")
+        logger.info(f"loading small model from {small}")
         try:
-            model = _load(given.bild_small, task, logger)
+            model = _load(small, task, logger)
         except Exception as error:  # an arbitrary file may cause any exception
-            raise self._exit(f"--bild-small {given.bild_small} cannot be read: {error}") from error
+            raise self._exit(f"--bild-small {small} cannot be read: {error}") from error
         self.small, self.options = [model], replace(self.options, small=model)
 
     def drafting(self, generator: Any) -> AbstractContextManager[bild.Drafting | None]:

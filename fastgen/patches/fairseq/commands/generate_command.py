@@ -24,7 +24,7 @@ from fastgen.patches.fairseq.bild.bild_command import Pair
 from fastgen.patches.fairseq.commands import workers
 from fastgen.patches.fairseq.commands.background import InOrder
 from fastgen.patches.fairseq.commands.lines import Scored, Sentence, Speaker, spoken
-from fastgen.patches.fairseq.commands.options import given
+from fastgen.patches.fairseq.commands.options import command_line
 from fastgen.patches.fairseq.commands.setup import Run, check_sampling, standard_output, without
 from fastgen.patches.fairseq.generator.refill import Translations
 
@@ -38,10 +38,10 @@ def generate(original: _Original, cfg: Any) -> Any:
         cfg = convert_namespace_to_omegaconf(cfg)
     pair = Pair(cfg, "fairseq-generate")
     if cfg.generation.print_step or cfg.generation.retain_iter_history:
-        if given.generate_workers not in (None, 1):
+        if command_line.generate_workers not in (None, 1):
             raise SystemExit(
-                f"fairseq-generate: --generate-workers {given.generate_workers} is not possible: "
-                "the steps of iterative refinement are printed"
+                f"fairseq-generate: --generate-workers {command_line.generate_workers} is not "
+                "possible: the steps of iterative refinement are printed"
             )
         engine.fallback("fairseq.generate_command", "the steps of iterative refinement are printed")
         return original(cfg)
@@ -154,7 +154,7 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
             translated,
             left_off,
         ),
-        InOrder(speaker.batch, write, given.postprocess_workers) as background,
+        InOrder(speaker.batch, write, command_line.postprocess_workers) as background,
     ):
         progress = _under_bar(run, translated, len(batches))
         for read in progress:
@@ -230,7 +230,7 @@ def _by_workers(
     """
     models = [*run.models, *([] if language_model is None else [language_model])]
     number = workers.chosen(
-        "fairseq-generate", given.generate_workers, len(batches), run.task, generator, models
+        "fairseq-generate", command_line.generate_workers, len(batches), run.task, generator, models
     )  # fmt: skip
     if isinstance(number, str) or number == 1:
         yield (

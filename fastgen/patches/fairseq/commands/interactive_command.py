@@ -24,7 +24,7 @@ from fastgen.patches.fairseq.bild.bild_command import Pair
 from fastgen.patches.fairseq.commands import workers
 from fastgen.patches.fairseq.commands.background import InOrder
 from fastgen.patches.fairseq.commands.lines import Sentence, Speaker, Spoken, spoken
-from fastgen.patches.fairseq.commands.options import given
+from fastgen.patches.fairseq.commands.options import command_line
 from fastgen.patches.fairseq.commands.setup import Run, check_sampling, standard_output, without
 
 
@@ -75,7 +75,9 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
         pair.drafting(generator) as drafting,
         _by_workers(run, generator, translate) as (translated, left_off),
         InOrder(
-            lambda sentences: _said(speaker, sentences), lines.extend, given.postprocess_workers
+            lambda sentences: _lines_of(speaker, sentences),
+            lines.extend,
+            command_line.postprocess_workers,
         ) as background,
     ):
         for count, batches in _buffers(run):
@@ -123,12 +125,17 @@ def _by_workers(
     """
     batch_count = run.cfg.interactive.buffer_size // (run.cfg.dataset.batch_size or 1)
     number = workers.chosen(
-        "fairseq-interactive", given.generate_workers, batch_count, run.task, generator, run.models
-    )  # fmt: skip
+        "fairseq-interactive",
+        command_line.generate_workers,
+        batch_count,
+        run.task,
+        generator,
+        run.models,
+    )
     if isinstance(number, str) or number == 1:
         yield translate, [] if number == 1 else [f"one process translates: {number}"]
         return
-    least = number * (workers.BATCHES if given.generate_workers is None else 1)
+    least = number * (workers.BATCHES if command_line.generate_workers is None else 1)
     with workers.Workers(translate, number) as pool:
         yield (
             lambda batches: (
@@ -158,7 +165,7 @@ def _buffers(run: Run) -> Iterator[tuple[int, list[Any]]]:
             yield buffer
 
 
-def _said(speaker: Speaker, sentences: list[Sentence]) -> list[tuple[int, str]]:
+def _lines_of(speaker: Speaker, sentences: list[Sentence]) -> list[tuple[int, str]]:
     return [(sentence.number, speaker.batch([sentence])[0]) for sentence in sentences]
 
 

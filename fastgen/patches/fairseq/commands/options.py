@@ -39,7 +39,7 @@ class Options:
     bild_adaptive_draft: bool | None = None
 
 
-given = Options()
+command_line = Options()
 """Options of this process's command line; fairseq's own configuration has no place for them."""
 
 
@@ -47,14 +47,14 @@ class _Keep(argparse.Action):
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        setattr(given, self.dest, values)
+        setattr(command_line, self.dest, values)
 
 
 class _KeepSwitch(argparse.BooleanOptionalAction):
     def __call__(
         self, parser: Any, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        setattr(given, self.dest, not str(option_string).startswith("--no-"))
+        setattr(command_line, self.dest, not str(option_string).startswith("--no-"))
 
 
 def get_generation_parser(
@@ -64,7 +64,7 @@ def get_generation_parser(
 
     They are reset to their defaults until the parser has run.
     """
-    vars(given).update(vars(Options()))
+    vars(command_line).update(vars(Options()))
     parser: argparse.ArgumentParser = original(interactive, *args, **kwargs)
     beam = next((action for action in parser._actions if action.dest == "beam"), None)
     if beam is not None:  # fairseq accepts 0 and fails at the first batch

@@ -16,7 +16,7 @@ from fairseq_cli.generate import get_symbols_to_strip_from_output
 
 from fastgen.patches.fairseq.bild.bild_command import Pair
 from fastgen.patches.fairseq.commands.lines import Speaker
-from fastgen.patches.fairseq.commands.options import given
+from fastgen.patches.fairseq.commands.options import command_line
 
 
 class Run:
@@ -79,7 +79,7 @@ class Run:
             post_process=cfg.common_eval.post_process,
             nbest=cfg.generation.nbest,
             quiet=cfg.common_eval.quiet and not interactive,
-            decode_hypothesis=given.decode_hypothesis,
+            decode_hypothesis=command_line.decode_hypothesis,
             align=utils.load_align_dict(cfg.generation.replace_unk),
             print_alignment="hard" if alignment and interactive else alignment,
             interactive=interactive,

@@ -1,7 +1,6 @@
 """Attention of fairseq's modules in a decode step, over KV caches shared by a sentence's beams."""
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +11,7 @@ from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.layer_kv import LayerKV
 from fastgen.models.memory.scratch import Memory
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
+from fastgen.patches.generation_call import current
 
 
 class Attending(Protocol):
@@ -24,10 +24,6 @@ class Attending(Protocol):
         ...
 
 
-current_step: ContextVar[Attending | None] = ContextVar("fastgen_fairseq_step", default=None)
-"""The attention layers that run in this context."""
-
-
 def forward(
     original: Callable[..., Any],
     self: Any,
@@ -38,7 +34,7 @@ def forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`MultiheadAttention.forward`, dispatched to the layers of the context, if there are any."""
-    layers = current_step.get()
+    layers: Attending | None = current.get().step
     if layers is not None and not args:
         result = layers.attend(self, query, key, kwargs)
         if result is not None:

@@ -20,7 +20,8 @@ from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers import linear
 from fastgen.models.runtime.encoder import Encoder, Sentences, arranged, pays, weights_of, whole
 from fastgen.models.specs.encoder_layouts import ENCODERS
-from fastgen.patches.fairseq.generator.attention import Attending, current_step
+from fastgen.patches.fairseq.generator.attention import Attending
+from fastgen.patches.generation_call import in_step
 
 
 class EncoderAttention(Attending):
@@ -185,11 +186,8 @@ def _by_modules(encoder: Any, net_input: dict[str, Any]) -> Any:
     if linear.reason_off(encoder) is not None:
         return encoder.forward_torchscript(net_input)
     unfused = _unfused(encoder)
-    token = current_step.set(EncoderAttention(unfused))
-    try:
+    with in_step(EncoderAttention(unfused)):
         return unfused.forward_torchscript(net_input)
-    finally:
-        current_step.reset(token)
 
 
 def _is_fairseqs(encoder: Any) -> bool:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from fairseq.search import BeamSearch
 from torch import Tensor
 
-from fastgen.context import assigned
+from fastgen.context import changed
 from fastgen.decoding.backends.captured_first_finished import CapturedFirstFinished
 from fastgen.decoding.backends.captured_selection import not_captured
 from fastgen.decoding.loop import decode
@@ -28,6 +27,7 @@ from fastgen.patches.fairseq.generator.report import PATCH, note_served, of_gene
 from fastgen.patches.fairseq.generator.search import Beam, Toolkits
 from fastgen.patches.fairseq.generator.shared_stepper import Member, SharedStepper
 from fastgen.patches.fairseq.generator.split import Found, in_halves
+from fastgen.patches.generation_call import GenerationCall, current
 
 
 @dataclass
@@ -59,14 +59,9 @@ class SuspendedDecode:
         return result
 
 
-_answer: ContextVar[tuple[Any, Any, Found] | None] = ContextVar(
-    "fastgen_fairseq_answer", default=None
-)
-
-
-def answered(generator: Any, sample: Any, found: Found) -> assigned[Any]:
-    """Return a context within which `_generate` returns `found` for this generator and sample."""
-    return assigned(_answer, (generator, sample, found))
+def returning(generator: Any, sample: Any, result: Found) -> changed[GenerationCall]:
+    """Return a context within which `_generate` returns `result` for this generator and sample."""
+    return changed(current, model=generator, result=(sample, result))
 
 
 def generate(
@@ -78,10 +73,10 @@ def generate(
     bos_token: int | None = None,
 ) -> Any:
     """`SequenceGenerator._generate`: decode here, or count the fallback reason and call fairseq."""
-    answer = _answer.get()
-    if answer is not None and answer[0] is self and answer[1] is sample:
-        return answer[2]
-    drafting = bild.asked()
+    call = current.get()
+    if call.result is not None and call.model is self and call.result[0] is sample:
+        return call.result[1]
+    drafting = bild.requested()
     if drafting is not None and not bild.rests(drafting, self, sample, prefix_tokens, constraints):
         return bild.generate(drafting, self, sample, prefix_tokens, constraints, bos_token)
     try:

@@ -39,9 +39,9 @@ from fastgen.patches.fairseq.bild.bild import asked
 from fastgen.patches.fairseq.generator.decide import decide
 from fastgen.patches.fairseq.generator.generate import (
     SuspendedDecode,
-    answered,
     begin,
     models_of,
+    returning,
     routes,
 )
 from fastgen.patches.fairseq.generator.lengths import source_lengths
@@ -160,7 +160,7 @@ class Translations:
         self._decode(batch)
         sample, found = batch.sample, batch.found
         prefix = sample["target"][:, : self.prefix_size] if self.prefix_size > 0 else None
-        with nullcontext() if found is None else answered(self.generator, sample, found):
+        with nullcontext() if found is None else returning(self.generator, sample, found):
             hypotheses = self.task.inference_step(
                 self.generator,
                 self.models,

@@ -24,8 +24,9 @@ from fastgen.models.memory.scratch import Memory, memory_of
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared
 from fastgen.ops.selection.log_softmax import log_softmax
-from fastgen.patches.fairseq.generator.attention import Layers, current_step
+from fastgen.patches.fairseq.generator.attention import Layers
 from fastgen.patches.fairseq.generator.fused_decoder import FusedDecoder
+from fastgen.patches.generation_call import in_step
 
 _PROJECTED = 128
 """Positions of a prompt whose log-probabilities are computed at a time, over all sentences."""
@@ -123,13 +124,10 @@ class Member:
             The logits (R, 1, V), the cross-attention weights (R, S) or None, and the decoder's
             extras.
         """
-        token = current_step.set(self.layers)
-        try:
+        with in_step(self.layers):
             logits, extra = self.model.decoder.forward(
                 tokens, encoder_out=self.encoder_out, incremental_state={}
             )
-        finally:
-            current_step.reset(token)
         attention = extra["attn"][0] if extra is not None and extra.get("attn") else None
         return logits[:, -1:], None if attention is None else attention[:, -1], extra
 
@@ -153,11 +151,8 @@ class Member:
             except the first (B, P).
         """
         self.layers.begin_step(None, self.dtype)
-        token = current_step.set(self.layers)
-        try:
+        with in_step(self.layers):
             features, _ = self.model.decoder.forward(tokens, encoder_out=None, features_only=True)
-        finally:
-            current_step.reset(token)
         found: list[Tensor] = []
         size = max(1, _PROJECTED // max(1, tokens.shape[0]))
         for at in range(0, tokens.shape[1] - 1, size):

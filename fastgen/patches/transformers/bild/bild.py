@@ -31,12 +31,12 @@ from fastgen.models.runtime.early_exit import early_exit
 from fastgen.models.runtime.ragged_step import Span
 from fastgen.models.specs.families import family_of
 from fastgen.patches.engine import engine
+from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild.drafted_beams import DraftedStepper
 from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.generate.decide import check_model, decide
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
-from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.logits_processors import (
     batchwise_processor,
     transforms_of,

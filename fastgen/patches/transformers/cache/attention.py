@@ -1,16 +1,13 @@
 """Attention over the shared cache, installed where transformers' modules look up their function."""
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
 
 from fastgen.models.build.introspection import is_toolkits
 from fastgen.models.layers.attention import BeamAttention, layer_of
-
-current_step: ContextVar[BeamAttention | None] = ContextVar("fastgen_step", default=None)
-"""Attention of the decode step that runs in this context; None outside of one."""
+from fastgen.patches.generation_call import current
 
 _Function = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -24,7 +21,7 @@ def get_interface(
     of the shared cache. A user's own function is returned unchanged.
     """
     function = original(self, attn_implementation, default)
-    step = current_step.get()
+    step: BeamAttention | None = current.get().step
     return function if step is None or not is_toolkits(function) else _Resolving(step, function)
 
 

@@ -9,7 +9,6 @@ encoder-decoder models, where only the tokens are read as well.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPastAndCrossAttentions
 
-from fastgen.context import assigned
+from fastgen.context import changed
 from fastgen.models.build.encoder_builder import encoder_of
 from fastgen.models.build.equivalence_check import Tried, outcome, verdict
 from fastgen.models.build.introspection import NotFused, is_toolkits
@@ -35,14 +34,15 @@ from fastgen.models.runtime.encoder import (
 )
 from fastgen.models.specs.encoder_layouts import ENCODERS
 from fastgen.patches.engine import engine
+from fastgen.patches.generation_call import GenerationCall, current
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate.fused_decoder import not_known
 
 _Original = Callable[..., Any]
 
 
-class Reading(NamedTuple):
-    """A declaration by surrounding code of which positions of an encoder's output it reads.
+class EncoderConsumer(NamedTuple):
+    """Code around an encoder that declares which positions of the encoder's output it reads.
 
     Attributes:
         padding: Returns, for an encoder, how padding may be treated.
@@ -52,9 +52,6 @@ class Reading(NamedTuple):
     padding: Callable[[nn.Module], Padding]
     name: str
 
-
-reading: ContextVar[Reading | None] = ContextVar("fastgen_reading", default=None)
-"""Which positions of an encoder's output are read in this context; None if unknown."""
 
 _WITHOUT_EFFECT = ("position_ids", "num_items_in_batch")
 LITTLE = "too little to gain: its layers run as they are"
@@ -85,8 +82,8 @@ def encode(
     """Replace the forward of BERT's encoder layers, and of encoders like it."""
     if self.training or is_transformed():  # out of scope, so not counted as a fallback
         return original(self, hidden_states, attention_mask, *args, **kwargs)
-    family, declared = folder_of(cast(Any, type(self))), reading.get()
-    if is_small(hidden_states, declared is not None or attention_mask is not None):
+    family, consumer = folder_of(cast(Any, type(self))), current.get().encoder_consumer
+    if is_small(hidden_states, consumer is not None or attention_mask is not None):
         engine.note_skipped(f"transformers.encoder.{family}", LITTLE)
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     try:
@@ -94,15 +91,15 @@ def encode(
             check(self, hidden_states, args, kwargs)
             if not is_toolkits(original):
                 raise NotFused("a forward that is not transformers'")
-            padding = "run" if declared is None else declared.padding(self)
+            padding = "run" if consumer is None else consumer.padding(self)
             hidden = _encode(original, self, family, hidden_states, attention_mask, padding)
     except (NotFused, Slower) as reason:
         count = engine.fallback if type(reason) is NotFused else engine.note_skipped
         count(f"transformers.encoder.{family}", str(reason))
         return original(self, hidden_states, attention_mask, *args, **kwargs)
     engine.hit(f"transformers.encoder.{family}")
-    if declared is not None and padding != "run":
-        engine.hit(declared.name)
+    if consumer is not None and padding != "run":
+        engine.hit(consumer.name)
     return _OUTPUTS.get(family, BaseModelOutputWithPastAndCrossAttentions)(
         last_hidden_state=cast(Any, hidden)
     )
@@ -323,11 +320,11 @@ def _alike(hidden: Tensor, visible: Tensor) -> bool:
     )
 
 
-def read_as(padding: Callable[[nn.Module], Padding], name: str) -> assigned[Reading | None]:
+def consuming(padding: Callable[[nn.Module], Padding], name: str) -> changed[GenerationCall]:
     """Return a context manager that declares which positions of an encoder's output are read.
 
     Args:
         padding: Returns, for an encoder, how padding may be treated.
         name: Name of the patch that counts the hits.
     """
-    return assigned(reading, Reading(padding, name))
+    return changed(current, encoder_consumer=EncoderConsumer(padding, name))

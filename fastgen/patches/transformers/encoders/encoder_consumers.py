@@ -1,4 +1,4 @@
-"""Consumers of an encoder's output, which declare what they read of it (`encoder.reading`)."""
+"""Code that declares what it reads of an encoder's output (`encoder.EncoderConsumer`)."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -11,7 +11,7 @@ from fastgen.models.build.introspection import NotFused, is_toolkits
 from fastgen.models.routing.instance import untouched
 from fastgen.models.runtime.encoder import Padding
 from fastgen.patches.engine import engine
-from fastgen.patches.transformers.encoders.encoder import folder_of, read_as
+from fastgen.patches.transformers.encoders.encoder import consuming, folder_of
 
 TAGGER = "transformers.tagger"
 
@@ -31,7 +31,7 @@ def classify(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: A
         return original(self, *args, **kwargs)
     family = folder_of(cast(Any, type(self)))
     name = f"transformers.classifier.{family}"
-    with read_as(partial(_first, self, original, family, name), name):
+    with consuming(partial(_first, self, original, family, name), name):
         return original(self, *args, **kwargs)
 
 
@@ -50,7 +50,7 @@ def _first(
 
 def tag(original: Callable[..., Any], self: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Replace the forward of the token-classification pipeline, which ignores padding."""
-    with read_as(partial(_tokens, self), TAGGER):
+    with consuming(partial(_tokens, self), TAGGER):
         return original(self, *args, **kwargs)
 
 

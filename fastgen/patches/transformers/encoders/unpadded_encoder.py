@@ -16,6 +16,7 @@ from fastgen.models.build.introspection import NotFused, is_toolkits, part_or_no
 from fastgen.models.runtime.encoder import Encoder, Sentences, pays, weights_of
 from fastgen.models.specs.encoder_layouts import ENCODERS
 from fastgen.patches.engine import engine
+from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers.encoders.encoder import (
     LITTLE,
     Slower,
@@ -24,7 +25,6 @@ from fastgen.patches.transformers.encoders.encoder import (
     prove,
     sentences_of,
 )
-from fastgen.patches.transformers.generate.generation_call import call_of
 from fastgen.patches.transformers.generate.resolve_setting import setting_of
 
 NAME = "transformers.source"

@@ -23,8 +23,8 @@ from fastgen.models.layers.attention import BeamAttention
 from fastgen.models.memory import scratch
 from fastgen.models.routing.routes import modules_of
 from fastgen.models.state import Kept, kept_of, state_of
+from fastgen.patches.generation_call import in_step
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.cache.attention import current_step
 from fastgen.patches.transformers.cache.shared_cache import Room, SharedCache
 from fastgen.patches.transformers.generate.fused_decoder import check_arguments, check_preparation
 
@@ -235,17 +235,13 @@ class CapturedModules:
         attention = BeamAttention(
             cache.sentences, cache.beams, room.visible, seen=room.start + cache.beams
         )
-        token = current_step.set(attention)
-        try:
-            with cache.as_room(room):
-                kwargs = setting.kwargs
-                if setting.offset is not None:
-                    kwargs = kwargs | {"position_ids": setting.offset + room.length}
-                ids = setting.tokens[:, None]
-                inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
-                outputs = model(**inputs, return_dict=True)
-        finally:
-            current_step.reset(token)
+        with in_step(attention), cache.as_room(room):
+            kwargs = setting.kwargs
+            if setting.offset is not None:
+                kwargs = kwargs | {"position_ids": setting.offset + room.length}
+            ids = setting.tokens[:, None]
+            inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
+            outputs = model(**inputs, return_dict=True)
         if attention.attended != cache.layers:
             raise RuntimeError(
                 f"{attention.attended} of {cache.layers} layers take their keys from there"

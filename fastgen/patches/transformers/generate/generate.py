@@ -30,17 +30,17 @@ from fastgen.models.cuda_graphs import graph
 from fastgen.models.routing.routes import routed, withdraw
 from fastgen.models.specs.families import family_of
 from fastgen.patches.engine import engine
+from fastgen.patches.generation_call import (
+    GenerationCall,
+    call_of,
+    requesting,
+)
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call, bild_resting
 from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search
 from fastgen.patches.transformers.generate.decide import decide, method_named
-from fastgen.patches.transformers.generate.generation_call import (
-    GenerationCall,
-    call_of,
-    requesting,
-)
 from fastgen.patches.transformers.generate.logits_processors import transforms_of
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper

@@ -12,7 +12,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 
 from fastgen.constraints import constraints_of
 from fastgen.patches.engine import engine
-from fastgen.patches.transformers.generate.generation_call import current_call
+from fastgen.patches.generation_call import current
 
 Method = Literal["diverse beam search", "constrained beam search", "contrastive search"]
 
@@ -46,7 +46,7 @@ def generation_mode(
             methods.
         TypeError: A constraint has the wrong type.
     """
-    mode, call = original(self, *args, **kwargs), current_call()
+    mode, call = original(self, *args, **kwargs), current.get()
     if not call.resolves_legacy_modes:
         return mode
     check(self)

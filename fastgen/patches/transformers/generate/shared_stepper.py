@@ -27,8 +27,8 @@ from fastgen.models.runtime import first_token
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared
 from fastgen.models.state import state_of
+from fastgen.patches.generation_call import in_step
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.cache.attention import current_step
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.captured_module_step import CapturedModules
@@ -416,11 +416,8 @@ class SharedStepper(ModuleStepper):
         if ancestry is None:
             return super()._forward(ids)
         attention = BeamAttention(cache.sentences, cache.beams, ancestry.visible, ancestry.times)
-        token = current_step.set(attention)
-        try:
+        with in_step(attention):
             outputs = super()._forward(ids)
-        finally:
-            current_step.reset(token)
         if first and attention.attended != cache.layers:
             self._go_on_unshared(cache, given)
             return super()._forward(ids)

@@ -198,10 +198,11 @@ def _loop(name: str) -> Callable[..., NoReturn]:
 # The annotations of its methods fit no model class of transformers.
 _MIXIN: Any = GenerationMixin
 
-_LOOPS = dict(compat.LOOPS)
 # The legacy modes keep their own loop names, because nothing is patched on the probe.
-for _mode, _loop_mode in legacy_search.MODES.items():
-    _LOOPS[GENERATION_MODES_MAPPING[_mode]] = _LOOPS[GENERATION_MODES_MAPPING[_loop_mode]]
+_LOOPS = compat.LOOPS | {
+    GENERATION_MODES_MAPPING[mode]: compat.LOOPS[GENERATION_MODES_MAPPING[loop_mode]]
+    for mode, loop_mode in legacy_search.MODES.items()
+}
 
 
 def _repository(self: Any, mode: Any, *args: Any) -> str | None:

@@ -27,8 +27,8 @@ from fastgen.models.routing.routes import routed
 from fastgen.models.specs.families import family_of
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room
+from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.introspection import parity
 from fastgen.patches.transformers.streaming.suspend import Request, SuspendedDecode

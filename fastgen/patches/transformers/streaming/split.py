@@ -14,9 +14,9 @@ from fastgen.decoding.plan import Unsupported
 from fastgen.models.memory import scratch
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room, stop_packing
+from fastgen.patches.generation_call import in_part
 from fastgen.patches.transformers.generate.decide import decide
 from fastgen.patches.transformers.generate.first_tokens import of_sentences
-from fastgen.patches.transformers.generate.generation_call import in_part
 from fastgen.patches.transformers.generate.legacy_search import method_of
 from fastgen.patches.transformers.generate.logits_processors import has_rows
 from fastgen.patches.transformers.generate.outputs import Scored

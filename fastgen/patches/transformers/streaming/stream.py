@@ -11,11 +11,11 @@ from torch import Tensor
 from fastgen.context import isolated
 from fastgen.decoding.batching.batch_compaction import Wanted
 from fastgen.patches.engine import engine
+from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild_call
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS, INSTALLED
 from fastgen.patches.transformers.generate import first_tokens
-from fastgen.patches.transformers.generate.generation_call import requesting
 from fastgen.patches.transformers.generate.outputs import Scored, scored_by_transformers
 from fastgen.patches.transformers.generate.resolve_setting import setting_of
 from fastgen.patches.transformers.streaming.refill import Batch, Refill, what_wraps_generate

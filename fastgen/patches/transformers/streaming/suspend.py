@@ -11,8 +11,8 @@ from fastgen.decoding.batching.continuous_batching import not_refilled
 from fastgen.decoding.loop import Search
 from fastgen.decoding.plan import Plan
 from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers.generate import legacy_search
-from fastgen.patches.transformers.generate.generation_call import call_of
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.report import note_served
 

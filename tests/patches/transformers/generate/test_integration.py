@@ -34,7 +34,7 @@ from fastgen.models.routing import routes
 from fastgen.ops import native
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.registry import registry
-from fastgen.patches.transformers.cache import attention
+from fastgen.patches.generation_call import GenerationCall, current
 from tests.support import zoo
 from tests.support.parity import assert_same, fallbacks, hits, left_off
 from tests.support.processes import python
@@ -78,7 +78,7 @@ def _check_at_rest(*models: nn.Module) -> None:
         assert [
             name for name, module in model.named_modules() if "forward" in module.__dict__
         ] == []
-    assert attention.current_step.get() is None
+    assert current.get() == GenerationCall()
     assert engine.current_plan() is None
     assert not list(state.kept(routes.Route))
     assert not registry.running

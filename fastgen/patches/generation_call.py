@@ -1,34 +1,41 @@
-"""Requests of a call of `generate` that are not among its arguments, in one context variable."""
+"""What a running call of a toolkit's generation carries beside its arguments."""
 
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fastgen.context import PREFIX, assigned
+from fastgen.context import PREFIX, assigned, changed
 from fastgen.decoding.batching.batch_compaction import Wanted
 from fastgen.decoding.batching.stable_prefix import OnTokens
 
 if TYPE_CHECKING:
+    from fastgen.patches.fairseq.bild.bild import Drafting
     from fastgen.patches.transformers.bild.bild import DraftingRequest
+    from fastgen.patches.transformers.encoders.encoder import EncoderConsumer
     from fastgen.patches.transformers.streaming.suspend import Request
 
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """Requests of one call of a model's `generate`. They apply to that model's decoding loop only.
+    """What one call of a model's `generate`, or of fairseq's generator, carries.
+
+    Requests apply to the decoding loop of that model only.
 
     Attributes:
-        model: The model.
+        model: The model; in fairseq, the generator.
         scored: Whether the loop returns `Scored` sequences instead of `generate`'s output.
         wanted: Returns whether a sentence, by number, is not cancelled; None if none ever is.
         on_tokens: Called with the tokens of each sentence as soon as they are final; or None.
         suspension: Request to suspend the call once its loop has begun; or None.
-        drafting: Request for big-little decoding; or None.
+        drafting: Request for big-little decoding; or None. In fairseq it applies to all generators.
         captures_call_only: Whether the loop returns its `Call` instead of running.
         resolves_legacy_modes: Whether to look for decoding methods that transformers 5 removed.
         skips_padding: Whether the encoder may skip padding: the call returns none of its outputs
             at padding.
+        result: In fairseq, a batch and what the generator returns for it; or None.
+        step: Attention of the decode step that runs; None outside of one.
+        encoder_consumer: Which positions of an encoder's output are read; None if unknown.
     """
 
     model: Any = None
@@ -36,10 +43,13 @@ class GenerationCall:
     wanted: Wanted | None = None
     on_tokens: OnTokens | None = None
     suspension: "Request | None" = None
-    drafting: "DraftingRequest | None" = None
+    drafting: "DraftingRequest | Drafting | None" = None
     captures_call_only: bool = False
     resolves_legacy_modes: bool = False
     skips_padding: bool = False
+    result: tuple[Any, Any] | None = None
+    step: Any = None
+    encoder_consumer: "EncoderConsumer | None" = None
 
     def from_sentence(self, first: int) -> "GenerationCall":
         """Return the same requests for a part of the batch.
@@ -61,25 +71,26 @@ class GenerationCall:
 
 
 _NONE = GenerationCall()
-_current: ContextVar[GenerationCall] = ContextVar(f"{PREFIX}generation_call", default=_NONE)
-
-
-def current_call() -> GenerationCall:
-    """Return the innermost running call of `generate`, of any model."""
-    return _current.get()
+current: ContextVar[GenerationCall] = ContextVar(f"{PREFIX}generation_call", default=_NONE)
+"""The innermost running call, of any model."""
 
 
 def call_of(model: Any) -> GenerationCall:
     """Return the running call if it is this model's, else one without requests."""
-    call = _current.get()
+    call = current.get()
     return call if call.model is model else GenerationCall(model)
 
 
 def requesting(model: Any, **changes: Any) -> assigned[GenerationCall]:
     """Return a context manager in which calls of this model's `generate` have the given fields."""
-    return assigned(_current, replace(call_of(model), **changes))
+    return assigned(current, replace(call_of(model), **changes))
 
 
 def in_part(first: int) -> assigned[GenerationCall]:
     """Return a context manager in which the running call covers its batch from `first` on only."""
-    return assigned(_current, _current.get().from_sentence(first))
+    return assigned(current, current.get().from_sentence(first))
+
+
+def in_step(attention: Any) -> changed[GenerationCall]:
+    """Return a context manager of a decode step whose attention layers `attention` resolves."""
+    return changed(current, step=attention)
