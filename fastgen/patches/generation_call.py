@@ -28,11 +28,13 @@ class GenerationCall:
         wanted: Returns whether a sentence, by number, is not cancelled; None if none ever is.
         on_tokens: Called with the tokens of each sentence as soon as they are final; or None.
         suspension: Request to suspend the call once its loop has begun; or None.
-        drafting: Request for big-little decoding; or None. In fairseq it applies to all generators.
+        drafting: Request for big-little decoding; or None.
         captures_call_only: Whether the loop returns its `Call` instead of running.
         resolves_legacy_modes: Whether to look for decoding methods that transformers 5 removed.
         skips_padding: Whether the encoder may skip padding: the call returns none of its outputs
             at padding.
+        bild: In fairseq, options of big-little decoding for all generators in this context; or
+            None.
         result: In fairseq, a batch and what the generator returns for it; or None.
         step: Attention of the decode step that runs; None outside of one.
         encoder_consumer: Which positions of an encoder's output are read; None if unknown.
@@ -43,10 +45,11 @@ class GenerationCall:
     wanted: Wanted | None = None
     on_tokens: OnTokens | None = None
     suspension: "Request | None" = None
-    drafting: "DraftingRequest | Drafting | None" = None
+    drafting: "DraftingRequest | None" = None
     captures_call_only: bool = False
     resolves_legacy_modes: bool = False
     skips_padding: bool = False
+    bild: "Drafting | None" = None
     result: tuple[Any, Any] | None = None
     step: Any = None
     encoder_consumer: "EncoderConsumer | None" = None

@@ -65,8 +65,7 @@ class Drafting:
 
 def requested() -> Drafting | None:
     """Return the `Drafting` of this context, or None."""
-    drafting = current.get().drafting
-    return drafting if isinstance(drafting, Drafting) else None
+    return current.get().bild
 
 
 def bild(
@@ -100,7 +99,7 @@ def drafting(options: Options) -> Generator[Drafting]:
     if isinstance(options.small, nn.Module):
         options.small.eval()  # generators do the same with their own models
     here = Drafting(options)
-    with changed(current, drafting=here):
+    with changed(current, bild=here):
         yield here
 
 

@@ -26,6 +26,7 @@ from fastgen.patches.engine import engine
 from fastgen.patches.engine.registry import registry
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate import generate
+from fastgen.patches.transformers.introspection import parity
 from fastgen.patches.transformers.introspection.parity import ParityError, ParityWarning
 from tests.support import zoo
 from tests.support.parity import hits
