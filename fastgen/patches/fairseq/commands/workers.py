@@ -32,7 +32,7 @@ from fastgen.models.memory.budget import system_memory
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.ops.processor import usable_cores
 from fastgen.patches.engine import engine
-from fastgen.patches.fairseq.bild.bild import asked
+from fastgen.patches.fairseq.bild.bild import requested
 from fastgen.patches.fairseq.commands.background import end_with
 
 _logger = logging.getLogger("fastgen")
@@ -72,14 +72,14 @@ def reason_against(task: Any, generator: Any, models: list[Any]) -> str | None:
         return f"{search_type.__name__} may depend on the batches before"
     if any(module.training for model in models for module in model.modules()):
         return "dropout is retained"
-    if asked() is not None:
+    if requested() is not None:
         return "a small model drafts"
     if settings().parity:
         return "FASTGEN_PARITY=1 compares batch by batch"
     return None
 
 
-def _reason_unless_asked(models: list[Any]) -> str | None:
+def _reason_unless_requested(models: list[Any]) -> str | None:
     """Return why several processes are not the default here; None if they may be.
 
     The output might differ, as far as can be told. `--generate-workers` overrides this.
@@ -93,13 +93,18 @@ def _reason_unless_asked(models: list[Any]) -> str | None:
 
 
 def chosen(
-    command: str, asked: int | None, batches: int, task: Any, generator: Any, models: list[Any]
+    command: str,
+    number_requested: int | None,
+    batches: int,
+    task: Any,
+    generator: Any,
+    models: list[Any],
 ) -> int | str:
     """Choose the number of processes.
 
     Args:
         command: Name of the command, with which messages start.
-        asked: The value of `--generate-workers`; None if it is not set.
+        number_requested: The value of `--generate-workers`; None if it is not set.
         batches: Number of batches.
         task: fairseq's task.
         generator: fairseq's generator.
@@ -112,13 +117,15 @@ def chosen(
     Raises:
         SystemExit: Several processes are requested and not possible.
     """
-    number = number_for(batches, models) if asked is None else asked
+    number = number_for(batches, models) if number_requested is None else number_requested
     if number == 1:
         return 1
     against = reason_against(task, generator, models)
-    if asked is not None and against is not None:
-        raise SystemExit(f"{command}: --generate-workers {asked} is not possible: {against}")
-    against = against or (_reason_unless_asked(models) if asked is None else None)
+    if number_requested is not None and against is not None:
+        raise SystemExit(
+            f"{command}: --generate-workers {number_requested} is not possible: {against}"
+        )
+    against = against or (_reason_unless_requested(models) if number_requested is None else None)
     return against or number
 
 

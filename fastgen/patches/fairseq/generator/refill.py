@@ -35,7 +35,7 @@ from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room
-from fastgen.patches.fairseq.bild.bild import asked
+from fastgen.patches.fairseq.bild.bild import requested
 from fastgen.patches.fairseq.generator.decide import decide
 from fastgen.patches.fairseq.generator.generate import (
     SuspendedDecode,
@@ -287,7 +287,7 @@ def _reason_not_to_refill(task: Any, generator: Any, prefix_size: int) -> str | 
         return f"{name} has its own generate"
     if type(generator.search) is not BeamSearch:
         return f"{type(generator.search).__name__} may look at all sentences of a batch"
-    if asked() is not None:
+    if requested() is not None:
         return "a small model drafts"
     if prefix_size > 0:
         return "hypotheses begin with a prefix"
