@@ -443,6 +443,23 @@ def test_choice_between_equals(variant: str) -> None:
         assert undecided(torch.tensor([[-1.0, wrong, -3.0, -4.0]]), none, nothing), wrong
 
 
+def test_without_torchs_threads(
+    variant: str, setting: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operations run on one thread, when requested, if torch's OpenMP library lacks a function."""
+    by = native.found().library
+    assert by is not None
+    alone = native.Found(variant, by._replace(run=0, wait=0))
+    monkeypatch.setattr(native, "found", lambda: alone)
+    monkeypatch.setattr(native, "threads_for", lambda work: 3)
+    assert native.library() is None
+    setting("FASTGEN_OPS", "native")
+    logits = _randn(5, 300)
+    torch.testing.assert_close(log_softmax(logits), log_softmax_reference(logits))
+    assert calls == {("log_softmax", "native"): 1}
+    assert native.state().startswith(f"for {variant}, on one thread: torch's OpenMP library has no")
+
+
 def test_library_of_other_sources(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if variant not in native_fuzz.variants():
         pytest.skip("this process cannot load the library")

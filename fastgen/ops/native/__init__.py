@@ -63,7 +63,7 @@ class Library(NamedTuple):
 
     Attributes:
         panel: outputs per panel of a packed weight.
-        run: address of the function that distributes work to torch's threads.
+        run: address of the function that distributes work to torch's threads; 0 for one thread.
         wait: address of the barrier of these threads.
     """
 
@@ -150,16 +150,11 @@ def load(variant: str) -> Library:
 
 
 def _runtime(name: str) -> int:
-    """Return the address of a function of the OpenMP library that torch depends on.
-
-    Raises:
-        OSError: the function does not exist.
-    """
-    runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    try:
-        return ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value or 0
-    except AttributeError as error:
-        raise OSError(f"torch's threads cannot be used: {error}") from error
+    """Return the address of a function of torch's OpenMP library; 0 if it has no such function."""
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    runtime = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu.{suffix}"))
+    function = getattr(runtime, name, None)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def library() -> Library | None:
@@ -174,15 +169,19 @@ def library() -> Library | None:
             raise RuntimeError(
                 f"FASTGEN_OPS=native, but there are no operations in C here: {found().reason}"
             )
-        return found().library
+        by = found().library
+        # torch's operations on all threads are the default beside C on one.
+        return by if requested == "native" or (by is not None and by.run) else None
     return None
 
 
 def state() -> str:
     """Describe in one line whether operations on the CPU run in C, and why not."""
-    if found().library is None:
-        return f"none: {found().reason}"
-    return f"for {found().variant}" + (f", not used: {why_off()}" if library() is None else "")
+    variant, by, reason = found()
+    if by is None:
+        return f"none: {reason}"
+    alone = "" if by.run else ", on one thread: torch's OpenMP library has no GOMP_parallel"
+    return f"for {variant}{alone}" + (f", not used: {why_off()}" if library() is None else "")
 
 
 def why_off() -> str:

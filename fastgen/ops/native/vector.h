@@ -63,11 +63,11 @@ INLINE vec error_function(vec x) {
 }
 
 /* `run` is GOMP_parallel of the OpenMP runtime that torch has loaded, so that work runs on torch's own
- * threads. It is not called for one thread. */
+ * threads. It is not called for one thread, and NULL where that runtime has no such function. */
 typedef void (*parallel)(void (*work)(void *), void *job, unsigned threads, unsigned flags);
 
 INLINE void in_parallel(parallel run, unsigned threads, void (*work)(void *), void *job) {
-  if (threads > 1)
+  if (threads > 1 && run)
     run(work, job, threads, 0);
   else
     work(job);
