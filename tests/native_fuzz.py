@@ -173,7 +173,7 @@ def _choice(draw: Draw) -> None:
     beams, penalty = draw.random.choice((1, 2, 3, 5, 16)), draw.random.choice((1.0, 0.0, -1.5, 2.0))
     early = draw.random.choice((True, False, "never"))
     search, candidates, length = choice(draw.random.randrange(10**6), beams, penalty, early)
-    assert_alike(search._chosen(candidates, length), search.by_rules(candidates, length))
+    assert_alike(search._choose(candidates, length), search.by_rules(candidates, length))
 
 
 def _tables(draw: Draw) -> None:

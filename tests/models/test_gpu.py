@@ -94,7 +94,7 @@ def test_graphs(
             call = last_call()
             assert call is not None
             assert call.plan.graphs, call.plan.left_off
-            assert not [text for text in call.plan.left_off if text.startswith("choices")]
+            assert not [text for text in call.plan.left_off if text.startswith("token selection")]
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -91,9 +91,7 @@ def test_each_function_is_captured_once(
         "min_new_tokens": 110,
     }
     _same(model, kwargs)
-    assert graphs.captured == Counter(
-        {"_body": captures, "_choose" if beams > 1 else "_choose_next": captures}
-    )
+    assert graphs.captured == Counter({"_body": captures, "_select_tokens": captures})
     # Without the step that is computed both ways, and the steps before a capture.
     assert graphs.replayed["_body"] == 109 - 1 - captures
 
@@ -144,7 +142,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "dense": {"exponential_decay_length_penalty": (3, 1.1)},
 }
 NOT_OF_SCORES = (
-    "choices are not captured as CUDA graphs: "
+    "token selection is not captured as a CUDA graph: "
     "a logits processor may look at the text, or wait for the device"
 )
 
@@ -168,9 +166,9 @@ def test_choices(family: str, options: dict[str, Any], graphs: Graphs) -> None:
         call = _same(model, batch)
     assert (NOT_OF_SCORES in call.plan.left_off) == (options is CHOICES["dense"])
     if options is CHOICES["dense"]:
-        assert graphs.captured["_choose"] == 0
+        assert graphs.captured["_select_tokens"] == 0
     elif options not in (CHOICES["all_end"], CHOICES["ends"]):  # these end too early
-        assert graphs.replayed["_choose"] >= 5
+        assert graphs.replayed["_select_tokens"] >= 5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -183,8 +181,8 @@ def test_greedy_choices(family: str, graphs: Graphs) -> None:
     for ends in ([2], list(range(2, zoo.VOCABULARY, 7))):
         for _ in range(2):
             call = _same(model, kwargs | {"eos_token_id": ends})
-            assert not [text for text in call.plan.left_off if text.startswith("choices")]
-    assert graphs.replayed["_choose_next"] >= 5
+            assert not [text for text in call.plan.left_off if text.startswith("token selection")]
+    assert graphs.replayed["_select_tokens"] >= 5
 
 
 GREEDY = {
@@ -224,9 +222,9 @@ def test_greedy_edits(family: str, options: dict[str, Any], graphs: Graphs) -> N
         call = _same(model, batch)
     assert (NOT_OF_SCORES in call.plan.left_off) == (options is GREEDY["dense"])
     if options is GREEDY["dense"]:
-        assert not graphs.captured["_choose_next"]
+        assert not graphs.captured["_select_tokens"]
     elif "eos_token_id" not in options or options["eos_token_id"] is None:
-        assert graphs.replayed["_choose_next"] >= 5
+        assert graphs.replayed["_select_tokens"] >= 5
 
 
 DRAWN: dict[str, dict[str, Any]] = {
@@ -283,8 +281,8 @@ def test_drawn_choices(family: str, beams: int, options: dict[str, Any], graphs:
         call = _same(model, batch)
         assert (NOT_OF_SCORES in call.plan.left_off) == (options is DRAWN["eta"])
     if options is not DRAWN["eta"]:
-        assert not [text for text in call.plan.left_off if text.startswith("choices")]
-        assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] >= 5
+        assert not [text for text in call.plan.left_off if text.startswith("token selection")]
+        assert graphs.replayed["_select_tokens"] >= 5
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -312,7 +310,7 @@ def test_a_draw_too_many_is_put_back(new_tokens: int, beams: int, graphs: Graphs
     with fastgen.disabled():
         assert ours == calls()
     assert any(len(rows[0]) < 9 + new_tokens for rows in ours) or new_tokens == 12
-    assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] >= 5
+    assert graphs.replayed["_select_tokens"] >= 5
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -334,7 +332,7 @@ def test_nothing_to_draw_from(beams: int, graphs: Graphs) -> None:
     assert any(errors)
     assert not all(errors)
     assert all("probability tensor contains" in str(error) for error in errors if error is not None)
-    assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] >= 5
+    assert graphs.replayed["_select_tokens"] >= 5
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -348,7 +346,7 @@ def test_a_graph_that_draws_otherwise(
         zoo.batch(model, 3, 9) | {"do_sample": True, "num_beams": beams, "max_new_tokens": 20},
     )
     assert (
-        "choices are not captured as CUDA graphs: a graph draws other random numbers"
+        "token selection is not captured as a CUDA graph: a graph draws other random numbers"
         in call.plan.left_off
     )
     assert set(graphs.captured) == {"_body"}
@@ -363,7 +361,7 @@ def test_keys_and_values_are_those_of_the_last_step(beams: int, graphs: Graphs) 
     for _ in range(2):
         call = _same(model, kwargs | {"return_dict_in_generate": True})
     assert (
-        "choices are not captured as CUDA graphs: return_dict_in_generate=True"
+        "token selection is not captured as a CUDA graph: return_dict_in_generate=True"
         in call.plan.left_off
     )
     assert graphs.replayed["_body"]
@@ -401,7 +399,7 @@ def test_choices_that_are_not_captured(
             | {"max_new_tokens": 20}
             | options,
         )
-    assert f"choices are not captured as CUDA graphs: {reason}" in call.plan.left_off
+    assert f"token selection is not captured as a CUDA graph: {reason}" in call.plan.left_off
     assert set(graphs.captured) == {"_body"}
 
 
@@ -432,7 +430,10 @@ def test_choices_that_cannot_be_captured(
     for _ in range(2):
         tried.clear()
         call = _same(model, zoo.batch(model, 24, 9) | ends | options)
-    assert "choices are not captured as CUDA graphs: operation not permitted" in call.plan.left_off
+    assert (
+        "token selection is not captured as a CUDA graph: operation not permitted"
+        in call.plan.left_off
+    )
     assert call.plan.graphs
 
 
@@ -480,26 +481,26 @@ def test_a_replayed_step_takes_no_memory(
     """Between two selections, everything runs in existing memory."""
     setting("FASTGEN_OPS", "triton")
     made: list[Counter[str]] = []
-    advance = CapturedBeamSearch.advance
+    select = CapturedBeamSearch.select
 
-    def counted(self: Any, model: Any, logits: torch.Tensor) -> bool:
-        step = model.step
+    def counted(self: Any, logits: torch.Tensor) -> bool:
+        step = self.model.step
 
         def counted_step(ids: torch.Tensor) -> torch.Tensor:
             with allocations:
                 return step(ids)
 
         allocations = _Allocations(graphs)
-        model.step = counted_step
+        self.model.step = counted_step
         with allocations:
-            going_on = advance(self, model, logits)
+            going_on = select(self, logits)
         made.append(allocations.made)
         return going_on
 
     model = _build("bart", torch.float32)
     kwargs = zoo.batch(model, 2, 7) | {"num_beams": 2, "max_new_tokens": 12, "min_new_tokens": 12}
     model.generate(**kwargs | FEW)
-    monkeypatch.setattr(CapturedBeamSearch, "advance", counted)
+    monkeypatch.setattr(CapturedBeamSearch, "select", counted)
     model.generate(**kwargs, no_repeat_ngram_size=3)
     assert len(made) == 12
     assert made[0]
@@ -520,7 +521,7 @@ def test_kernels_of_a_choice(setting: Callable[[str, str], None], graphs: Graphs
     }
     model.generate(**kwargs | FEW)
     model.generate(**kwargs)
-    kernels = graphs.kernels["_choose"]
+    kernels = graphs.kernels["_select_tokens"]
     assert kernels["_extend_rows_kernel"] == kernels["_finish_rows_kernel"] == 1
     assert kernels["_reorder_rows_kernel"] == kernels["index_copy_"] == kernels["index_copy"] == 0
     assert kernels["_choose_kernel"] == kernels["_over_kernel"] == 1

@@ -244,7 +244,7 @@ def test_calls_at_the_same_time(variant: str) -> None:  # noqa: F811
 @pytest.mark.parametrize("family", ["bart", "t5", "llama"])
 def test_stream(variant: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """One step runs sentences of several calls; steps run one by one here."""
-    monkeypatch.setattr(loop, "NATIVE", ())
+    monkeypatch.setattr(loop, "BACKENDS", (loop.Eager,))
     model = zoo.build(family, torch.float32)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 12, (23,), generator=generator).tolist()
@@ -289,7 +289,7 @@ def test_without_memory(
     """The batch is split, and the result is the same; steps run one by one here."""
     model = zoo.build("marian", torch.float32)
     kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}
-    monkeypatch.setattr(loop, "NATIVE", ())
+    monkeypatch.setattr(loop, "BACKENDS", (loop.Eager,))
     for _ in range(2):
         wanted = model.generate(**kwargs)
     run, refused = c.run, list[int]()

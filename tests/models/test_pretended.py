@@ -60,7 +60,7 @@ def test_tokens(
         assert (call.plan.shared, call.plan.fused, call.plan.graphs) == (True, True, True), (
             call.plan.left_off
         )
-        assert not [text for text in call.plan.left_off if text.startswith("choices")]
+        assert not [text for text in call.plan.left_off if text.startswith("token selection")]
         # The first capture in a memory pool is empty.
         captured.append(sum(counts.total() > 1 for counts in device.captures))
         device.captures.clear()

@@ -23,10 +23,11 @@ from transformers.generation.logits_process import (
 )
 
 from fastgen import config
-from fastgen.decoding.backends import captured_first_finished
-from fastgen.decoding.search import first_finished
+from fastgen.decoding.backends.captured_first_finished import FinishedSlots, choose_by_rules
 from fastgen.decoding.search.beam_search import Choice
+from fastgen.decoding.search.candidates import Candidates
 from fastgen.decoding.search.finishing_rules import Merged
+from fastgen.decoding.search.first_finished import FirstFinished
 from fastgen.ops import activation, beam_attention, cache, dispatch, norm, rotation, tables
 from fastgen.ops.selection import choice as choices
 from fastgen.ops.selection import kbest, kbest_kernels, ngram_block, sample, token_mask  # fmt: skip
@@ -955,7 +956,7 @@ def test_choice_of_many(device: str) -> None:
 
 
 def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool) -> None:
-    """Compare with `CapturedFirstFinished.by_rules` in torch, for sentences at any stage."""
+    """Compare with `choose_by_rules` in torch, for sentences at any stage."""
     for trial in range(trials):
         generator, b = torch.Generator().manual_seed(100 * trial + m), 1 + trial % 4
         scores = (torch.randn(b, k, generator=generator) * 3 - 8).sort(descending=True).values
@@ -966,12 +967,12 @@ def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool)
             torch.randint(0, m + 1, shape, generator=generator) for shape in ((b,), (b, m))
         )
         ignored = (torch.rand(b, m, generator=generator) < 0.3).sort(1).values
-        found = first_finished.Candidates(*(each.to(device) for each in (scores, tokens, beams)))
+        found = Candidates(*(each.to(device) for each in (scores, tokens, beams)))
         state = [each.to(device) for each in (ignored, counts, lengths)]
         search: Any = _First(m, state[0].clone())
-        finished = captured_first_finished.Finished([], state[2].clone(), state[1].clone())
+        finished = FinishedSlots([], state[2].clone(), state[1].clone())
         length = torch.tensor([7 + trial], device=device)
-        wanted = search.by_rules(found, finished, length, last)
+        wanted = choose_by_rules(search, found, finished, length, last)
         slots = choices.Slots(*state)
         with _Watched(*found, length, choose_first=1):
             chosen = ops.choose_first_(
@@ -985,7 +986,7 @@ def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool)
             assert torch.equal(one, other)
 
 
-class _First(captured_first_finished.CapturedFirstFinished):
+class _First(FirstFinished):
     """A search that has only the attributes its selection reads."""
 
     def __init__(self, beams: int, ignored: Tensor) -> None:

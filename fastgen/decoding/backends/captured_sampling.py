@@ -1,13 +1,10 @@
-"""Greedy search and sampling without host synchronisation: token selection runs as a CUDA graph.
+"""`captured_selection` backend of greedy search and sampling.
 
-As in `captured_beam_search`, the token table has room for the longest text from the start, and a
-length counter on the device selects the column to write. The host sees one step late that all rows
-have ended. It then drops the column of that step and restores the random number generator.
+The host sees one step late that all rows have ended. It then drops the column of that step.
 """
 
 import contextlib
 import functools
-from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -22,107 +19,112 @@ from fastgen.decoding.search.sampling import Sampling, finished_rows
 from fastgen.models.cuda_graphs import graph
 
 
-@dataclass
-class CapturedSampling(Sampling):
-    """Greedy search or sampling with captured token selection.
+class CapturedSampling(CapturedSelection[Sampling]):
+    """Backend of `Sampling` whose token selection runs as a CUDA graph."""
 
-    Takes the arguments of `Sampling`. All transforms must be `transforms.capturable`.
+    search_type = Sampling
 
-    Args:
-        longest: maximum number of tokens of a text, prompt included.
-    """
+    def __init__(self, search: Sampling, model: RowStepper) -> None:
+        device = search.ids.device
+        super().__init__(search, model, graph.generator(device) if search.sample else None)
+        self._end = torch.empty(1, dtype=torch.int64, device=device)  # length of the text
+        # Tokens of the rows in the batch, (R, longest); None once selection is not captured.
+        self._table: Tensor | None = self._with_room()
 
-    longest: int = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rows, self.length = self.ids.shape
-        prompt = self.ids
-        self.ids = prompt.new_zeros(rows, self.longest)
-        if self.pad is not None:
-            self.ids.copy_(self.pad)
-        self.ids[:, : self.length] = prompt
-        self.choices = CapturedSelection(graph.generator(prompt.device) if self.sample else None)
-        self._has_room = True  # whether `ids` has unused columns after the text
-        self._end = torch.empty(1, dtype=torch.int64, device=prompt.device)  # length of the text
-
-    @property
-    def text(self) -> Text:
-        """Tokens of the rows in the batch."""
-        return Text(self.ids[:, : self.length] if self._has_room else self.ids, self.prompt_length)
-
-    def advance(self, model: RowStepper, logits: Tensor) -> bool:
+    def select(self, output: Tensor) -> bool:
         """Select the next token of every row; return False when all have ended.
 
-        With a capture the end is seen one call late. Without one, `Sampling.advance` runs.
+        With a capture the end is seen one call late.
         """
+        search = self.search
         # A user's stopping criterion may allow texts longer than `longest`.
-        if self.length < self.longest and self.choices.able(logits):
+        if search.ids.shape[1] < search.longest and self.can_capture(output):
             with contextlib.suppress(graph.NotCaptured):
-                return self._advance(model, logits)
-        if self._has_room:
-            self._has_room = False
+                return self._select(output)
+        if self._table is not None:
             self._close()
-            self.ids = self.ids[:, : self.length]
-            before = self.choices.last()
-            if before is not None and not before[0].any():
+            alive = self.read_pending()
+            if alive is not None and not alive[0].any():
                 return False
-        return super().advance(model, logits)
+        return super().select(output)
 
-    def _advance(self, model: RowStepper, logits: Tensor) -> bool:
-        text = Text(self.ids, self.prompt_length, self.length, self._end)
-        last = self.stop.ends_all(self.length + 1)
-        self._end.fill_(self.length)
-        choose = functools.partial(self._choose_next, logits, text, last)
-        flags: Tensor = self.choices(
-            choose, logits, self.ids, last, phases(self.transforms, self.length)
+    def _select(self, logits: Tensor) -> bool:
+        search, table, length = self.search, self._table, self.search.ids.shape[1]
+        assert table is not None
+        text = Text(table, search.prompt_length, length, self._end)
+        last = search.stop.ends_all(length + 1)
+        self._end.fill_(length)
+        flags: Tensor = self.run(
+            functools.partial(self._select_tokens, logits, text, last),
+            logits,
+            table,
+            last,
+            phases(search.transforms, length),
         )
-        before = self.choices.look(flags)
-        alive = [True] if before is None else self._alive(before[0])
+        previous = self.exchange(flags)
+        alive = [True] if previous is None else search.alive(previous[0])
         if not any(alive):  # all rows had already ended before this step
-            self.choices.take_back()
+            self.undo_draws()
             self._close()
             return False
-        self.length += 1
+        search.ids = table[:, : length + 1]
         if last:
-            if self.sample:
-                self.choices.last()  # raises if the distribution was invalid
+            if search.sample:
+                self.read_pending()  # raises if the distribution was invalid
             self._close()
             return False
-        if self.may_drop and leaving_now(finished_rows(alive), len(alive), self.captured):
+        if search.may_drop and leaving_now(finished_rows(alive), len(alive), search.captured):
             # Read the flags of this step now, because the compacted batch cannot use them later.
-            alive = self._alive(cast(Tensor, self.choices.last())[0])
+            alive = search.alive(cast(Tensor, self.read_pending())[0])
             if not any(alive):
                 self._close()
                 return False
-            self._collect()
-            self._leave(model, leaving_now(finished_rows(alive), len(alive), self.captured))
+            self._collect(table)
+            search.compact(
+                self.model, leaving_now(finished_rows(alive), len(alive), search.captured)
+            )
+            self._table = self._with_room()
         return True
 
-    def _choose_next(self, logits: Tensor, text: Text, last: bool) -> Tensor:
+    def _select_tokens(self, logits: Tensor, text: Text, last: bool) -> Tensor:
         """Select the next tokens and write them to the table. This function is captured.
 
         Returns:
-            `CapturedSelection.seen` of the rows that are still running, (1, R) bool.
+            `with_invalid` of the rows that are still running, (1, R) bool.
         """
+        search = self.search
         scores = (
-            apply_transforms(logits.to(torch.float32, copy=True), text, self.transforms)
-            if self.transforms
+            apply_transforms(logits.to(torch.float32, copy=True), text, search.transforms)
+            if search.transforms
             else logits
         )
-        tokens = self._picked(scores, self.choices.draw)
-        if self.pad is not None:
-            tokens = torch.where(self.running, tokens, self.pad)
-        self.ids.index_copy_(1, self._end, tokens[:, None])
-        return self.choices.seen(self.running.logical_and_(~self.stop.hits(tokens, last))[None])
+        tokens = search.selected(scores, self.draw)
+        if search.pad is not None:
+            tokens = torch.where(search.running, tokens, search.pad)
+        text.ids.index_copy_(1, self._end, tokens[:, None])
+        running = search.running.logical_and_(~search.stop.hits(tokens, last))
+        return self.with_invalid(running[None])
 
-    def _collect(self) -> None:
-        """Write the rows of the batch to `outcome`."""
-        if self.rows is None:
-            self.outcome = self.ids
+    def _with_room(self) -> Tensor:
+        """Move the tokens of the batch to a table with room for the longest text."""
+        search = self.search
+        rows, length = search.ids.shape
+        table = search.ids.new_zeros(rows, search.longest)
+        if search.pad is not None:
+            table.copy_(search.pad)
+        table[:, :length] = search.ids
+        search.ids = table[:, :length]
+        return table
+
+    def _collect(self, table: Tensor) -> None:
+        """Write the rows of the batch to `outcome`, which has room for the longest text."""
+        if self.search.rows is None:
+            self.search.outcome = table
         else:
-            self.outcome[self.rows] = self.ids
+            self.search.outcome[self.search.rows] = table
 
     def _close(self) -> None:
-        self._collect()
-        self.outcome = self.outcome[:, : self.length]
+        assert self._table is not None
+        self._collect(self._table)
+        self.search.outcome = self.search.outcome[:, : self.search.ids.shape[1]]
+        self._table = None

@@ -1,100 +1,128 @@
 """Token selection as a CUDA graph, whose results the host reads one step late."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from fastgen.decoding.backends.decode_backend import (
+    DecodeBackend,
+    Search,
+    reason_not_to_capture,
+)
 from fastgen.decoding.search.multinomial import draw
 from fastgen.models.cuda_graphs import graph
 
-OTHERS = 8
+MAX_UNCAPTURED = 8
 """Consecutive steps with a new logits tensor after which decode steps count as not captured.
 
 A capture causes two such steps, and the start of a call four.
 """
 
-
-def not_captured(reason: str) -> str:
-    """Return the message of a plan whose token selection is not captured."""
-    return f"choices are not captured as CUDA graphs: {reason}"
+_Search = TypeVar("_Search", bound=Search)
 
 
-class CapturedSelection:
-    """Captured function that selects the next tokens, run in every step of a search.
+class CapturedSelection(DecodeBackend[_Search]):
+    """Base of the backends whose token selection runs as a CUDA graph.
 
-    Args:
-        generator: random number generator of the function, or None if it draws nothing.
+    Everything that depends on the length of the text is read from device memory. The tables have
+    room for the longest text from the start, and a counter on the device selects the column to
+    write. One capture therefore serves all steps in which the transforms do the same.
+
+    The device knows at once whether the search is over, and freezes what has finished. The host
+    reads the result one step late, when one more step is already running. That step has no effect:
+    the state of the random number generator from before it is restored.
+
+    Once a capture fails, or decode steps turn out not to be captured, `Search.advance` selects the
+    tokens of all further steps.
 
     Attributes:
-        refused: why token selection is not captured, once that is known; otherwise None.
+        search_type: The kind of search that the backend runs.
     """
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
-        self.refused: str | None = None
-        self._generator = generator
-        self._state: Tensor | None = None  # generator state before the newest run
-        self._undrawable: Tensor | None = None
-        self._repeated = graph.CapturedFunction()
-        self._logits: Tensor | None = None
-        self._others = 0  # consecutive steps whose logits tensor was a new one
-        self._newest: graph.DelayedRead | None = None  # flags of the previous step
-        self._spare: graph.DelayedRead | None = None
+    description = "as CUDA graphs"
+    search_type: ClassVar[type]
 
-    def able(self, logits: Tensor) -> bool:
-        """Return whether a step with these logits may run captured. Call it once per step."""
-        self._others = 0 if logits is self._logits else self._others + 1
-        self._logits = logits
-        if self._others > OTHERS:
-            self.refuse("decode steps are not")
-        return self.refused is None
-
-    def refuse(self, reason: str) -> None:
-        """Stop capturing; the first reason is kept."""
-        self.refused = self.refused or not_captured(reason)
-
-    def __call__(self, choose: functools.partial[Any], logits: Tensor, *inputs: object) -> Any:
-        """Run `choose` through `graph.CapturedFunction` and return its result.
+    def __init__(
+        self, search: _Search, model: Any, generator: torch.Generator | None = None
+    ) -> None:
+        """Create the backend.
 
         Args:
-            choose: the function.
-            logits: an input of `choose`; its device is the one to capture on.
-            *inputs: everything else that `choose` depends on.
+            search: The search.
+            model: The stepper of its decode steps.
+            generator: Random number generator that the selection draws from; None if it draws
+                nothing.
+        """
+        super().__init__(search, model)
+        self._generator = generator
+        self._state: Tensor | None = None  # generator state before the newest step
+        self._invalid: Tensor | None = None  # rows that cannot be drawn from in this step
+        self._function = graph.CapturedFunction()
+        self._logits: Tensor | None = None
+        self._new_logits = 0  # consecutive steps whose logits tensor was a new one
+        self._pending: graph.DelayedRead | None = None  # flags of the previous step
+        self._spare: graph.DelayedRead | None = None
+
+    @classmethod
+    def supports(cls, search: Search, model: Any) -> bool:
+        """Return whether decode steps are captured and token selection can be as well."""
+        return (
+            search.captured
+            and isinstance(search, cls.search_type)
+            and reason_not_to_capture(search, model) is None
+        )
+
+    def can_capture(self, logits: Tensor) -> bool:
+        """Return whether selection from these logits may run captured. Call it once per step."""
+        self._new_logits = 0 if logits is self._logits else self._new_logits + 1
+        self._logits = logits
+        if self._new_logits > MAX_UNCAPTURED:
+            self._refused = self._refused or "decode steps are not"
+        return self._refused is None
+
+    def run(self, select: functools.partial[Any], logits: Tensor, *inputs: object) -> Any:
+        """Run a function through `graph.CapturedFunction` and return its result.
+
+        Args:
+            select: The function.
+            logits: An input of the function; its device is the one to capture on.
+            *inputs: Everything else that the function depends on.
 
         Raises:
-            NotCaptured: `choose` has not run; `refused` holds the reason.
+            NotCaptured: The function has not run, and no further step will be captured.
         """
         if self._generator is not None:
             self._state = self._generator.get_state()
         try:
-            return self._repeated(choose, logits.device, logits, *inputs)
+            return self._function(select, logits.device, logits, *inputs)
         except graph.NotCaptured as reason:
-            self.refuse(str(reason))
+            self._refused = self._refused or str(reason)
             raise
 
-    def take_back(self) -> None:
-        """Undo the random draws of the newest run, which was one too many."""
+    def undo_draws(self) -> None:
+        """Undo the random draws of the newest step, which was one too many."""
         if self._generator is not None and self._state is not None:
             self._generator.set_state(self._state)
 
     def draw(self, weights: Tensor, count: int) -> Tensor:
         """Sample from probabilities (N, V) as `torch.multinomial` does, inside the function.
 
-        Where `torch.multinomial` would raise, `seen` reports the error.
+        Where `torch.multinomial` would raise, `with_invalid` reports the error.
         """
-        self._undrawable = weights[:, 0].isnan()  # an invalid softmax is NaN in the whole row
+        self._invalid = weights[:, 0].isnan()  # an invalid softmax is NaN in the whole row
         return draw(weights, count)
 
-    def seen(self, flags: Tensor) -> Tensor:
-        """Return flags (F, N) for `look`, with one row appended for invalid draws if it samples."""
-        return flags if self._undrawable is None else torch.cat([flags, self._undrawable[None]])
+    def with_invalid(self, flags: Tensor) -> Tensor:
+        """Return flags (F, N), with one row appended for invalid draws if the selection samples."""
+        return flags if self._invalid is None else torch.cat([flags, self._invalid[None]])
 
-    def look(self, seen: Tensor) -> Tensor | None:
+    def exchange(self, flags: Tensor) -> Tensor | None:
         """Start to copy the flags of this step to the host and return those of the previous step.
 
         Args:
-            seen: result of `seen` in this step.
+            flags: Result of `with_invalid` in this step.
 
         Returns:
             (F, N) on the CPU; None if there is no previous step.
@@ -102,23 +130,23 @@ class CapturedSelection:
         Raises:
             RuntimeError: `torch.multinomial` would have raised it in the previous step.
         """
-        newest = graph.DelayedRead(seen) if self._spare is None else self._spare
-        newest.send(seen)
-        before, self._newest, self._spare = self._newest, newest, self._newest
-        return None if before is None else self._told(before)
+        newest = graph.DelayedRead(flags) if self._spare is None else self._spare
+        newest.send(flags)
+        previous, self._pending, self._spare = self._pending, newest, self._pending
+        return None if previous is None else self._read(previous)
 
-    def last(self) -> Tensor | None:
-        """Return flags that `look` has not returned yet, or None; raises as `look` does."""
-        before = self._newest
-        self.forget()
-        return None if before is None else self._told(before)
+    def read_pending(self) -> Tensor | None:
+        """Return flags that `exchange` has not returned yet, or None; raises as `exchange` does."""
+        pending = self._pending
+        self.drop_pending()
+        return None if pending is None else self._read(pending)
 
-    def forget(self) -> None:
+    def drop_pending(self) -> None:
         """Drop pending flags, which no longer match the batch after a compaction."""
-        self._newest = self._spare = None
+        self._pending = self._spare = None
 
-    def _told(self, late: graph.DelayedRead) -> Tensor:
-        flags = late.read()
+    def _read(self, pending: graph.DelayedRead) -> Tensor:
+        flags = pending.read()
         if self._generator is None:
             return flags
         if flags[-1].any():

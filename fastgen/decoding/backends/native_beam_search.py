@@ -21,7 +21,7 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
     def covers(search: Any) -> bool:
         """Return whether C can select the tokens of a search whose steps no callback observes."""
         return (
-            type(search) is BeamSearch
+            isinstance(search, BeamSearch)
             and not (search.sample or search.exact or search.trace.wanted)
             and search.wanted is None
             and search.on_step is None
@@ -86,7 +86,7 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
             return None
         if outcome.status == c.LEAVING:
             _, improvable, done, _ = cast("list[list[bool]]", cast(Any, flags).tolist())
-            search.drop(cast(Any, model), improvable, done)
+            search.compact(model, search.leaving(improvable, done))
         return outcome.status != c.OVER
 
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from fastgen.decoding.backends import native_multistep
 from fastgen.decoding.batching.batch_compaction import fewest_leaving
 from fastgen.decoding.kv_cache import room
-from fastgen.decoding.search.first_finished import FirstFinished, StepOutput
+from fastgen.decoding.search.first_finished import FirstFinished
+from fastgen.decoding.search.prediction import StepOutput
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.runtime.native_multistep_job import Prepared
 from fastgen.ops.dispatch import in_memory
@@ -23,20 +24,20 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
     def covers(search: Any) -> bool:
         """Return whether C can select the tokens of a search."""
         return (
-            type(search) is FirstFinished
-            and search.search.plain
+            isinstance(search, FirstFinished)
+            and search.selector.plain
             and search.device.type == "cpu"
             and 2 * search.beams < MOST_IN_C
-            and native_multistep.able(_stop(search), search.search.transforms)
+            and native_multistep.able(_stop(search), search.selector.transforms)
         )
 
     @staticmethod
     def _steps_of(search: FirstFinished) -> native_multistep.Steps:
-        return native_multistep.Steps(_stop(search), search.search.transforms)
+        return native_multistep.Steps(_stop(search), search.selector.transforms)
 
     def _run(self) -> StepOutput | bool | None:
-        search, steps, model = self.search, self.steps, cast(Any, self.model)
-        if search.search.phase(search.step) is None or search.scores.dtype != torch.float32:
+        search, steps, model = self.search, self.steps, self.model
+        if search.selector.phase(search.step) is None or search.scores.dtype != torch.float32:
             return None
         b, m, step, attention = search.present, search.beams, search.step, search.attention
         alike = min(steps.alike(search.text), search.longest - step, room.COMPACT_EVERY)
@@ -60,16 +61,16 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
             dtype=torch.int64,
             device="cpu",
         )
-        places, tokens, reached = (
-            torch.empty(b * m, 3, dtype=torch.int64, device="cpu"),
-            *_tables(b * m, width),
-        )
-        origins = None if attention is None else torch.empty_like(tokens)
+        finished = torch.empty(b * m, 3, dtype=torch.int64, device="cpu")
+        finished_tokens = torch.zeros(b * m, width, dtype=torch.int64, device="cpu")
+        finished_scores = torch.empty(b * m, width, dtype=torch.float32, device="cpu")
+        origins = None if attention is None else torch.zeros_like(finished_tokens)
         scores = search.scores.view(b, m, -1)
         job = c.FirstFinished(
             scores=scores.data_ptr(), scores_b=scores.stride(0), scores_m=scores.stride(1),
-            over=over.data_ptr(), counts=counts.data_ptr(), places=places.data_ptr(),
-            finished_tokens=tokens.data_ptr(), finished_scores=reached.data_ptr(), width=width,
+            over=over.data_ptr(), counts=counts.data_ptr(), places=finished.data_ptr(),
+            finished_tokens=finished_tokens.data_ptr(),
+            finished_scores=finished_scores.data_ptr(), width=width,
             sight=native_multistep.sight(prepared),
         )  # fmt: skip
         if attention is not None and origins is not None:
@@ -88,14 +89,14 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
         )  # fmt: skip
         del held
         search.step += outcome.made
-        _note(search, places[: job.found], tokens, reached, origins)
+        _store(search, finished[: job.found], finished_tokens, finished_scores, origins)
         search.over = cast(Any, over).tolist()
         if outcome.status == c.UNDECIDED:
             return model.predicted(prepared.logits)
         if outcome.alone:
             return None
-        if outcome.status == c.LEAVING:
-            search.let_leave(model)
+        if outcome.status == c.LEAVING and (staying := search.staying()) is not None:
+            search.keep(model, staying)
         return outcome.status != c.OVER
 
 
@@ -132,31 +133,25 @@ def _stop(search: FirstFinished) -> Stop:
     )
 
 
-def _tables(rows: int, width: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(rows, width, dtype=torch.int64, device="cpu"), torch.empty(
-        rows, width, dtype=torch.float32, device="cpu"
-    )
-
-
-def _note(
-    search: FirstFinished, places: Tensor, tokens: Tensor, reached: Tensor, origins: Tensor | None
+def _store(
+    search: FirstFinished, finished: Tensor, tokens: Tensor, scores: Tensor, origins: Tensor | None
 ) -> None:
-    """Store the hypotheses that C has finished, one call per step.
+    """Store the N hypotheses that C has finished.
 
     Args:
         search: the search.
-        places: (N, 3) int64: sentence, beam and step of each, in ascending order of steps.
-        tokens: (N, width) int64, end token included.
-        reached: (N, width) fp32, running scores.
-        origins: (N, width) int64, the beam that a text was in at each step; None without attention.
+        finished: (N, 3) int64: sentence, beam and step of each, in ascending order of steps.
+        tokens: (N or more, width) int64, end token included.
+        scores: (N or more, width) fp32, running scores.
+        origins: (N or more, width) int64, the beam that a text was in at each step, zero-padded;
+            None without attention.
     """
-    steps: list[int] = cast(Any, places[:, 2]).tolist()
-    first = 0
-    while first < len(steps):
-        end = first + steps.count(steps[first])
-        rows, length = slice(first, end), steps[first] + 1
-        came_by = None if origins is None else origins[rows, :length]
-        search.note_finished(
-            places[rows, 0], tokens[rows, :length], reached[rows, :length], came_by
-        )
-        first = end
+    count, attention = len(finished), None
+    if count == 0:
+        return
+    places: list[int] = cast(Any, finished[:, 0]).tolist()
+    lengths: list[int] = cast(Any, finished[:, 2] + 1).tolist()
+    if search.attention is not None and origins is not None:
+        attention = search.attention.of(finished[:, 0], origins[:count, : max(lengths)])
+    sentences = [search.running[place] for place in places]
+    search.store(sentences, lengths, tokens[:count], scores[:count], attention)

@@ -6,13 +6,14 @@ buffer is full.
 """
 
 import ctypes
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from fastgen.decoding.backends.decode_backend import DecodeBackend, Search
 from fastgen.decoding.logits.pipeline import phases
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform, NGrams
@@ -258,21 +259,24 @@ def run(
     return Outcome(status, texts.made)
 
 
-_Search = TypeVar("_Search")
+_Search = TypeVar("_Search", bound=Search)
 
 
-class NativeMultistep(ABC, Generic[_Search]):
+class NativeMultistep(DecodeBackend[_Search]):
     """Decode backend that runs many steps of a search per C call, token selection included.
 
     C returns to Python where a step has to be observed: where values are equal, sentences leave, a
     buffer is full or a logits transform becomes active.
     """
 
+    description = "many steps per call in C"
+
     def __init__(self, search: _Search, model: MultistepModel) -> None:
-        self.search, self.model, self.steps = search, model, self._steps_of(search)
+        super().__init__(search, model)
+        self.steps = self._steps_of(search)
 
     @classmethod
-    def supports(cls, search: Any, model: Any) -> bool:
+    def supports(cls, search: Search, model: Any) -> bool:
         """Return whether C covers this search and may run the steps of this model."""
         return hasattr(model, "begin_steps") and cls.covers(search)
 
@@ -290,16 +294,13 @@ class NativeMultistep(ABC, Generic[_Search]):
         """Run steps in C until one has to be observed.
 
         Returns:
-            Whether the search goes on; the result of the last step if Python has to select the next
+            Whether the search goes on; the output of the last step if Python has to select the next
             tokens; or None if the next step has to run by itself.
         """
 
     def advance(self) -> bool:
         """Run steps in C, or one step in Python; return whether the search goes on."""
         result = self._run() if self.model.supports_multistep else None
-        if isinstance(result, bool):
-            return result
-        search: Any = self.search
-        return search.advance(
-            self.model, self.model.step(search.text.ids) if result is None else result
-        )
+        if result is None:
+            return super().advance()
+        return result if isinstance(result, bool) else self.select(result)

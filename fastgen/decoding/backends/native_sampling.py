@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastgen.decoding.backends import native_multistep
 from fastgen.decoding.batching.batch_compaction import fewest_leaving
-from fastgen.decoding.search.sampling import Sampling
+from fastgen.decoding.search.sampling import Sampling, finished_rows
 from fastgen.ops.dispatch import in_memory
 from fastgen.ops.native import search as c
 
@@ -19,7 +19,7 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
     def covers(search: Any) -> bool:
         """Return whether C can select the tokens of a search whose steps no callback observes."""
         return (
-            type(search) is Sampling
+            isinstance(search, Sampling)
             and not (search.sample or search.trace.wanted or search.trace.chosen is not None)
             and search.wanted is None
             and search.on_step is None
@@ -68,5 +68,5 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         if outcome.alone:
             return None
         if outcome.status == c.LEAVING:
-            search.leave(model, running)
+            search.compact(model, finished_rows(search.alive(running)))
         return outcome.status != c.OVER

@@ -10,12 +10,12 @@ Sources: Hoang et al. 2018 (Amun), section 2.1 (waiting sentences take freed row
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from fastgen import config
-from fastgen.decoding.loop import Search, Stepper, backend_of
+from fastgen.decoding.backends.decode_backend import DecodeBackend, Search, Stepper
 from fastgen.models.cuda_graphs.replay import JointReplay, Opened, Result
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.joint_step import joint_step
@@ -29,12 +29,8 @@ FREED = 0.75
 OCCUPIED = 0.5
 """Occupancy of finished cohorts, averaged over their steps, below which other cohorts start."""
 
-# The output of a decode step: logits, or a prediction from which the search computes them.
-_Output = TypeVar("_Output")
-_Output_co = TypeVar("_Output_co", covariant=True)
 
-
-class JoinableStepper(Stepper[_Output_co], Protocol[_Output_co]):
+class JoinableStepper(Stepper, Protocol):
     """A stepper of one or more models whose decode steps can be batched with those of others."""
 
     @property
@@ -63,33 +59,36 @@ class JoinableStepper(Stepper[_Output_co], Protocol[_Output_co]):
         """Prepare a batched step that is captured; as `begin_step`."""
         ...
 
-    def end_step(self, results: Sequence[Result]) -> _Output_co:
+    def end_step(self, results: Sequence[Result]) -> Any:
         """Return the output of `step`, given the result of each decoder."""
         ...
 
 
 @dataclass(eq=False)
-class Cohort(Generic[_Output]):
-    """A running search and the model that runs its decode steps.
+class Cohort:
+    """A running search.
 
     Attributes:
-        search: The search.
-        model: The stepper of the search.
+        backend: Runs its decode steps.
         sentences: Number of sentences at the start.
         width: Tokens that each sentence takes in a batch, padding included.
         steps: Decode steps so far.
         decoded: Sum over those steps of the sentences in the batch.
     """
 
-    search: Search[_Output]
-    model: JoinableStepper[_Output]
+    backend: DecodeBackend[Any]
     sentences: int
     width: int
     steps: int = 0
     decoded: int = 0
 
-    def __post_init__(self) -> None:
-        self._backend = backend_of(self.search, self.model)
+    @property
+    def search(self) -> Search:
+        return self.backend.search
+
+    @property
+    def model(self) -> JoinableStepper:
+        return self.backend.model
 
     def go_on_alone(self) -> bool:
         """Run one or more decode steps without other cohorts; return whether the search continues.
@@ -97,7 +96,7 @@ class Cohort(Generic[_Output]):
         Several steps run in a native backend until a callback has to observe one.
         """
         present, length = self.search.present, self.search.text.length
-        going = self._backend.advance()
+        going = self.backend.advance()
         self.note_steps(max(1, self.search.text.length - length), present)
         return going
 
@@ -111,10 +110,10 @@ class Cohort(Generic[_Output]):
         return self.search.present * self.width
 
 
-_Cohort = TypeVar("_Cohort", bound=Cohort[Any])
+_Cohort = TypeVar("_Cohort", bound=Cohort)
 
 
-def step(cohorts: Sequence[Cohort[_Output]], replay: JointReplay) -> list[_Output]:
+def step(cohorts: Sequence[Cohort], replay: JointReplay) -> list[Any]:
     """Run one decode step of all cohorts together.
 
     Args:
@@ -160,7 +159,7 @@ def advance(running: list[_Cohort], replay: JointReplay) -> list[_Cohort]:
     over: list[_Cohort] = []
     for cohort, output in zip(list(running), step(running, replay), strict=True):
         cohort.note_steps(1, cohort.search.present)
-        if not cohort.search.advance(cohort.model, output):
+        if not cohort.backend.select(output):
             running.remove(cohort)
             over.append(cohort)
     if over:
@@ -193,12 +192,12 @@ class Occupancy:
     decoded: int = 0
     places: int = 0
 
-    def note(self, cohort: Cohort[Any]) -> None:
+    def note(self, cohort: Cohort) -> None:
         """Add a finished cohort."""
         self.decoded += cohort.decoded
         self.places += cohort.steps * cohort.sentences
 
-    def room(self, running: Sequence[Cohort[Any]], tokens: int) -> int:
+    def room(self, running: Sequence[Cohort], tokens: int) -> int:
         """Return the tokens that another cohort may take now.
 
         Args:

@@ -18,6 +18,7 @@ from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.logits.pipeline import (
     apply_transforms,
     bans_alone,
+    capturable,
     keep_sentences,
     sparse_updates,
 )
@@ -25,6 +26,7 @@ from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.finishing_rules import Merged, TransformersRule
 from fastgen.decoding.search.stopping import Stop
+from fastgen.models.cuda_graphs import graph
 from fastgen.models.memory.scratch import Memory
 from fastgen.ops.selection.choice import Candidates
 from fastgen.ops.selection.kbest import best_of_log_probs, fused, kbest
@@ -138,6 +140,19 @@ class Choice(NamedTuple):
     flags: Tensor
 
 
+def why_not_capturable(
+    stop: Stop, transforms: Sequence[LogitsTransform], sample: bool, device: torch.device
+) -> str | None:
+    """Return why a CUDA graph cannot select tokens with these rules; None if it can."""
+    if stop.others:
+        return "a stopping criterion looks at all tokens"
+    if not capturable(transforms):
+        return "a logits processor may look at the text, or wait for the device"
+    return (
+        "a graph draws other random numbers" if sample and not graph.draws_alike(device) else None
+    )
+
+
 def read(flags: Tensor) -> list[list[bool]]:
     """Copy flags (4, B) to the host; blocks until the device has computed them."""
     return cast(Any, flags).tolist()
@@ -221,41 +236,48 @@ class BeamSearch:
         return self.prompt.shape[0]
 
     @property
+    def eager_selection(self) -> str | None:
+        """Why token selection cannot be captured as a CUDA graph; None if it can."""
+        if self.trace.wanted:
+            return "scores are returned"
+        if self.on_step is not None:
+            return "a streamer listens"
+        return why_not_capturable(self.stop, self.transforms, self.sample, self.ids.device)
+
+    @property
     def text(self) -> Text:
         """Tokens of the running beams."""
         return Text(self.ids.flatten(0, 1)[:, : self.length], self.prompt.shape[1])
 
     def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next token of every beam; return False when the search is over."""
-        values, beam, token = self._candidates(logits, self.text, torch.multinomial)
+        values, beam, token = self.candidates(logits, self.text, torch.multinomial)
         hits = self.stop(
             token,
             self.length + 1,
             lambda: self._extended(self.ids, beam, token),
             self._scores_so_far(),
         )
-        chosen = self._chosen(Candidates(values, beam, token, hits), self._new_tokens() + 1)
+        chosen = self._choose(Candidates(values, beam, token, hits), self._new_tokens() + 1)
         # The only device-to-host read of a step.
         changed, improvable, done, over = read(chosen.flags)
         # Gather finished hypotheses before the tables of the running beams are reordered.
         if any(changed):
-            self._finish(chosen.merged.order, beam, token, self._new_tokens())
+            self.finish(chosen.merged.order, beam, token, self._new_tokens())
         self.finished.scores, self.finished.done = chosen.merged.scores, chosen.merged.done
-        extend_rows_(
-            self._tables(chosen.parents, chosen.tokens), chosen.parents, self._new_tokens()
-        )
+        extend_rows_(self.tables(chosen.parents, chosen.tokens), chosen.parents, self._new_tokens())
         self.scores, self.improvable = chosen.scores, chosen.improvable
         model.reorder(chosen.parents)
         self.length += 1
-        leaving = self._leaving(improvable, done)
+        leaving = self.leaving(improvable, done)
         if over[0] or len(leaving) == self.present:
             return False
         if self.on_step is not None:
             self.on_step(self)
-        self._drop(model, leaving)
+        self.compact(model, leaving)
         return True
 
-    def _chosen(self, candidates: Candidates, new_tokens: int) -> Choice:
+    def _choose(self, candidates: Candidates, new_tokens: int) -> Choice:
         """Apply the finishing rules to candidates (B, K): fused in C if possible, else in torch."""
         if not self.sample:
             finished = self.finished.scores, self.finished.done
@@ -296,7 +318,7 @@ class BeamSearch:
             beam.gather(1, order), token.gather(1, order), scores, merged, improvable, flags
         )
 
-    def _candidates(
+    def candidates(
         self, logits: Tensor, text: Text, draw: Callable[[Tensor, int], Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return running score, beam and token of the K candidates of each sentence, each (B, K).
@@ -353,7 +375,7 @@ class BeamSearch:
             0, 1
         )
 
-    def _tables(self, beam: Tensor, token: Tensor) -> list[Table]:
+    def tables(self, beam: Tensor, token: Tensor) -> list[Table]:
         """Return the tables of the running beams with the next columns: beam and token (B, N)."""
         rows = beam + self._first_rows
         return [
@@ -361,7 +383,7 @@ class BeamSearch:
             Table(self.beams, rows[:, :, None]),
         ]
 
-    def _finish(self, order: Tensor, beam: Tensor, token: Tensor, steps: int | Tensor) -> None:
+    def finish(self, order: Tensor, beam: Tensor, token: Tensor, steps: int | Tensor) -> None:
         """Rebuild the finished hypotheses from the previous ones and the candidates.
 
         Args:
@@ -371,10 +393,15 @@ class BeamSearch:
             steps: new tokens of the running beams; a (1,) int64 tensor if only the device knows.
         """
         finished = self.finished.ids, self.finished.beams
-        finish_rows_(finished, self._tables(beam, token), order, beam, steps)
+        finish_rows_(finished, self.tables(beam, token), order, beam, steps)
 
-    def _leaving(self, improvable: list[bool], done: list[bool]) -> list[int]:
-        """Return the batch indices of sentences that are settled or cancelled."""
+    def leaving(self, improvable: list[bool], done: list[bool]) -> list[int]:
+        """Return the batch indices of sentences that are settled or cancelled.
+
+        Args:
+            improvable: row 1 of the flags of `Choice`.
+            done: row 2 of these flags.
+        """
         leaving = [
             self.rule.settled(open_, full) for open_, full in zip(improvable, done, strict=True)
         ]
@@ -385,12 +412,12 @@ class BeamSearch:
             ]
         return [place for place, leaves in enumerate(leaving) if leaves]
 
-    def drop(self, model: RowStepper, improvable: list[bool], done: list[bool]) -> None:
-        """Remove finished sentences; `improvable` and `done` are rows 1 and 2 of `read`."""
-        self._drop(model, self._leaving(improvable, done))
+    def compact(self, model: RowStepper, leaving: Sequence[int]) -> bool:
+        """Compact the batch if enough sentences leave to pay for moving the others.
 
-    def _drop(self, model: RowStepper, leaving: Sequence[int]) -> bool:
-        """Compact the batch if enough sentences leave to pay for moving the others."""
+        Returns:
+            Whether it was compacted.
+        """
         leaving = leaving_now(leaving, self.present, self.captured) if self.may_drop else ()
         if not leaving:
             return False

@@ -53,6 +53,9 @@ class ContrastiveSearch:
         on_step: called with the new tokens (B,) of every step.
     """
 
+    captured = False  # the search reads hidden states of every step
+    eager_selection = None
+
     ids: Tensor
     mask: Tensor | None
     candidates: int

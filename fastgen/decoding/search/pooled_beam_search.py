@@ -97,6 +97,11 @@ class PooledBeams:
         return self.length - self.prompt.shape[1]
 
     @property
+    def eager_selection(self) -> str:
+        """Why token selection cannot be captured as a CUDA graph."""
+        return "finished hypotheses are kept on the host"
+
+    @property
     def text(self) -> Text:
         """Tokens of the running beams."""
         return Text(self.ids.flatten(0, 1)[:, : self.length], self.prompt.shape[1])

@@ -12,7 +12,7 @@ from fastgen.decoding.batching.stable_prefix import OnTokens
 from fastgen.decoding.logits.pipeline import apply_transforms, keep_sentences
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform
-from fastgen.decoding.search.beam_search import RowStepper, Trace
+from fastgen.decoding.search.beam_search import RowStepper, Trace, why_not_capturable
 from fastgen.decoding.search.stopping import Stop
 from fastgen.ops.selection.kbest import argmax
 
@@ -31,6 +31,8 @@ class Sampling:
         stop: decides which rows end.
         transforms: applied to the logits in this order.
         pad: token id that extends finished rows; None to keep extending them with their own.
+        longest: maximum number of tokens of a row, prompt included. A user's stopping criterion may
+            allow more.
         sample: sample tokens instead of taking the most probable ones.
         may_drop: whether finished rows may leave the batch (one row per sentence).
         captured: whether decode steps are captured, which takes one capture per batch size.
@@ -45,6 +47,7 @@ class Sampling:
     stop: Stop
     transforms: Sequence[LogitsTransform]
     pad: Tensor | None
+    longest: int
     sample: bool = False
     may_drop: bool = True
     captured: bool = False
@@ -66,13 +69,24 @@ class Sampling:
         return self.ids.shape[0]
 
     @property
+    def eager_selection(self) -> str | None:
+        """Why token selection cannot be captured as a CUDA graph; None if it can."""
+        if self.trace.wanted:
+            return "scores are returned"
+        if self.trace.chosen is not None:
+            return "scores are summed up"
+        if self.on_step is not None or self.on_tokens is not None:
+            return "a streamer listens"
+        return why_not_capturable(self.stop, self.transforms, self.sample, self.ids.device)
+
+    @property
     def text(self) -> Text:
         """Tokens of the rows in the batch."""
         return Text(self.ids, self.prompt_length)
 
     def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next token of every row; return False when all have ended."""
-        tokens = self._choose(logits, self.text)
+        tokens = self._select(logits, self.text)
         if self.pad is not None:
             tokens = torch.where(self.running, tokens, self.pad)
         self.extend(tokens[:, None])
@@ -82,13 +96,13 @@ class Sampling:
             self.on_step(tokens)
         if self.on_tokens is not None:
             self._tell(self.on_tokens, tokens.where(was_running, -1))
-        alive = self._alive(self.running)
+        alive = self.alive(self.running)
         if not any(alive):
             return False
         if self.may_drop and (
             leaving := leaving_now(finished_rows(alive), len(alive), self.captured)
         ):
-            self._leave(model, leaving)
+            self.compact(model, leaving)
         return True
 
     def extend(self, tokens: Tensor) -> None:
@@ -101,11 +115,7 @@ class Sampling:
         else:
             self.outcome = self.ids
 
-    def leave(self, model: Any, running: Tensor) -> None:
-        """Keep only the rows that are running and not cancelled; running is (R,) bool."""
-        self._leave(model, finished_rows(self._alive(running)))
-
-    def _alive(self, running: Tensor) -> list[bool]:
+    def alive(self, running: Tensor) -> list[bool]:
         """Return which rows of the batch are running and not cancelled."""
         alive: list[bool] = cast(Any, running).tolist()
         if self.wanted is None:
@@ -130,7 +140,7 @@ class Sampling:
             if token >= 0:
                 on_tokens(row, place, [token])
 
-    def _leave(self, model: RowStepper, leaving: Sequence[int]) -> None:
+    def compact(self, model: RowStepper, leaving: Sequence[int]) -> None:
         """Compact the batch to the rows that do not leave."""
         stay = torch.tensor(
             compacted(len(self.ids), leaving), device=self.ids.device, dtype=torch.int64
@@ -140,7 +150,7 @@ class Sampling:
         keep_sentences(self.transforms, stay)
         model.keep(stay)
 
-    def _choose(self, logits: Tensor, text: Text) -> Tensor:
+    def _select(self, logits: Tensor, text: Text) -> Tensor:
         kept = self.trace.logits is not None
         # A copy, because the model's next step may overwrite its logits.
         if self.transforms or self.trace.wanted:
@@ -150,14 +160,14 @@ class Sampling:
         scores = apply_transforms(logits, text, self.transforms, kept)
         if self.trace.scores is not None:
             self.trace.scores.append(scores)
-        tokens = self._picked(scores, torch.multinomial)
+        tokens = self.selected(scores, torch.multinomial)
         if self.trace.chosen is not None:
             self.trace.chosen.append(
                 self._of_all(chosen_of(scores.float(), tokens).where(self.running, 0.0))
             )
         return tokens
 
-    def _picked(self, scores: Tensor, draw: Callable[[Tensor, int], Tensor]) -> Tensor:
+    def selected(self, scores: Tensor, draw: Callable[[Tensor, int], Tensor]) -> Tensor:
         """Select one token per row, (R,); `draw` samples as `torch.multinomial` does."""
         return (
             draw(torch.softmax(scores.float(), -1), 1).squeeze(1) if self.sample else argmax(scores)

@@ -19,6 +19,7 @@ from fairseq.sequence_generator import SequenceGenerator
 
 from fastgen.decoding.backends.captured_first_finished import CapturedFirstFinished
 from fastgen.decoding.kv_cache import room
+from fastgen.decoding.search.first_finished import FirstFinished
 from fastgen.models.cuda_graphs import graph
 from fastgen.ops import dispatch
 from fastgen.patches.fairseq.generator.shared_stepper import SharedStepper
@@ -26,7 +27,7 @@ from tests.models.test_graphs import _Allocations as Allocations
 from tests.support import fairseq_zoo as zoo
 from tests.support.recorder import Graphs
 
-NOT_CAPTURED = "choices are not captured as CUDA graphs: "
+NOT_CAPTURED = "token selection is not captured as a CUDA graph: "
 
 
 @pytest.fixture(autouse=True)
@@ -118,13 +119,13 @@ def test_option(name: str, option: str, dtype: torch.dtype, graphs: Graphs) -> N
             sample, options = _prompted(options)
         found = _served([zoo.build(name, dtype, seed)], sample, options, *reasons)
         assert all(len(hypotheses) == options["beam_size"] for hypotheses in found)
-    assert graphs.replayed["_choose"] >= 5
+    assert graphs.replayed["_select_tokens"] >= 5
 
 
 def test_as_many_beams_as_tokens(graphs: Graphs) -> None:
     """In the first step some beams have no candidate; beams that end later ignore them."""
     _served([zoo.build("transformer")], zoo.batch(7, 9), {"beam_size": 31, "max_len_b": 30})
-    assert graphs.replayed["_choose"] >= 2
+    assert graphs.replayed["_select_tokens"] >= 2
 
 
 @pytest.mark.parametrize("name", ["transformer", "bart"])
@@ -135,25 +136,25 @@ def test_no_longer_than_its_source(name: str, graphs: Graphs) -> None:
         False,
         True,
     }
-    assert graphs.replayed["_choose"] >= 3
+    assert graphs.replayed["_select_tokens"] >= 3
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_sentences_that_leave(beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sentences leave early or late, some at a time; the remaining batch is captured anew."""
-    left, keep = list[int](), CapturedFirstFinished._keep
+    left, keep = list[int](), FirstFinished.keep
 
     def noted(search: Any, model: Any, staying: list[int]) -> Tensor:
         left.append(search.present - len(staying))
         return keep(search, model, staying)
 
-    monkeypatch.setattr(CapturedFirstFinished, "_keep", noted)
+    monkeypatch.setattr(FirstFinished, "keep", noted)
     options = {"beam_size": beams, "max_len_b": 40, "no_repeat_ngram_size": 2}
     found = _served([zoo.build("transformer", seed=2)], zoo.batch(24, 9), options)
     lengths = {max(len(h["tokens"]) for h in hypotheses) for hypotheses in found}
     assert len(lengths) > 3
     assert len(left) >= 2
-    assert graphs.captured["_choose"] >= 2
+    assert graphs.captured["_select_tokens"] >= 2
 
 
 def test_batches_of_one_generator(graphs: Graphs) -> None:
@@ -173,7 +174,7 @@ def test_batches_of_one_generator(graphs: Graphs) -> None:
         ]
 
     ours = run()
-    assert graphs.captured["_choose"] >= len(batches)
+    assert graphs.captured["_select_tokens"] >= len(batches)
     with fastgen.disabled():
         stock = run()
     for mine, theirs in zip(ours, stock, strict=True):
@@ -195,7 +196,7 @@ def test_a_text_that_outgrows_its_memory(graphs: Graphs, monkeypatch: pytest.Mon
     fastgen.release()
     options = {"beam_size": 2, "max_len_b": 60, "min_len": 60}
     _served([zoo.build("bart")], zoo.batch(3, 9), options)
-    assert graphs.captured == Counter({"_body": 3, "_choose": 3})
+    assert graphs.captured == Counter({"_body": 3, "_select_tokens": 3})
 
 
 @pytest.mark.parametrize(
@@ -207,9 +208,13 @@ def test_a_text_that_outgrows_its_memory(graphs: Graphs, monkeypatch: pytest.Mon
             {"lm_model": "lm", "lm_weight": 0.3},
             "predictions of several models are mixed",
         ),
-        (["transformer"], {"search_strategy": "sampling"}, "Sampling makes them"),
-        (["transformer"], {"search_strategy": "diverse"}, "DiverseBeamSearch makes them"),
-        (["transformer"], {"search_strategy": "length"}, "LengthConstrainedBeamSearch makes them"),
+        (["transformer"], {"search_strategy": "sampling"}, "Sampling selects the tokens"),
+        (["transformer"], {"search_strategy": "diverse"}, "DiverseBeamSearch selects the tokens"),
+        (
+            ["transformer"],
+            {"search_strategy": "length"},
+            "LengthConstrainedBeamSearch selects the tokens",
+        ),
         (["adaptive"], {}, "log-probabilities of its own"),
     ],
     ids=["ensemble", "language_model", "sampling", "diverse", "length", "adaptive"],
@@ -223,7 +228,7 @@ def test_choices_that_are_not_captured(
     _served(
         models, zoo.batch(3, 7), {"beam_size": 4, "max_len_b": 30, "min_len": 9} | options, reason
     )
-    assert graphs.captured["_choose"] == 0
+    assert graphs.captured["_select_tokens"] == 0
 
 
 @pytest.mark.parametrize("name", ["transformer", "bart"])
@@ -232,7 +237,7 @@ def test_prefix(name: str, graphs: Graphs) -> None:
     prefix = torch.tensor([[5, 6], [7, 1], [9, 2], [1, 1], [4, 4]])
     options = {"beam_size": 3, "max_len_b": 30, "min_len": 9, "prefix_tokens": prefix}
     _served([zoo.build(name)], zoo.batch(5, 7), options, "while there is a prefix")
-    assert graphs.replayed["_choose"] >= 5
+    assert graphs.replayed["_select_tokens"] >= 5
 
 
 @pytest.mark.parametrize("name", ["transformer", "lm"])
@@ -249,15 +254,15 @@ def test_choices_that_cannot_be_captured(
 
         def refusing(function: Any, *others: Any, allowed: int = allowed) -> Any:
             tried[function.func.__name__] += 1
-            if function.func.__name__ == "_choose" and tried["_choose"] > allowed:
+            if function.func.__name__ == "_select_tokens" and tried["_select_tokens"] > allowed:
                 raise graph.NotCaptured("operation not permitted")
             return capture(function, *others)
 
         tried.clear()
         monkeypatch.setattr(graph, "capture", refusing)
         _served([zoo.build(name, seed=2)], sample, options, "operation not permitted")
-        assert graphs.captured["_choose"] == allowed
-        assert tried["_choose"] == allowed + 1
+        assert graphs.captured["_select_tokens"] == allowed
+        assert tried["_select_tokens"] == allowed + 1
 
 
 def test_steps_that_are_not_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +338,7 @@ def test_kernels(name: str, beams: int, kernels: None, graphs: Graphs) -> None:
     if name == "lm":
         sample, options = _prompted(options, 3)
     _served([zoo.build(name, torch.float32)], sample, options)
-    assert graphs.replayed["_choose"] >= 3
+    assert graphs.replayed["_select_tokens"] >= 3
 
 
 @pytest.mark.slow
@@ -341,7 +346,7 @@ def test_kernels_of_a_choice(kernels: None, graphs: Graphs) -> None:
     """Two launches move all tables: tokens, scores, attention and the ancestry of beams."""
     options = {"beam_size": 4, "max_len_b": 16, "min_len": 16, "no_repeat_ngram_size": 3}
     _served([zoo.build("bart", torch.float32)], zoo.batch(2, 7), options)
-    ran = graphs.kernels["_choose"]
+    ran = graphs.kernels["_select_tokens"]
     assert ran["_extend_rows_kernel"] == ran["_finish_rows_kernel"] == 1
     assert ran["index_copy_"] == 1  # cross-attention
     assert ran["_reorder_rows_kernel"] == 0
@@ -356,11 +361,11 @@ def test_a_replayed_step_takes_no_memory(
     """A replayed token selection and decode step allocate no memory."""
     made: list[Counter[str]] = []
 
-    advance, step = CapturedFirstFinished.advance, SharedStepper.step
+    select, step = CapturedFirstFinished.select, SharedStepper.step
 
-    def counted_advance(search: Any, model: Any, predicted: Any) -> bool:
+    def counted_select(backend: Any, output: Any) -> bool:
         with (allocations := Allocations(graphs)):
-            going_on = advance(search, model, predicted)
+            going_on = select(backend, output)
         made.append(allocations.made)
         return going_on
 
@@ -370,7 +375,7 @@ def test_a_replayed_step_takes_no_memory(
         made.append(allocations.made)
         return predicted
 
-    monkeypatch.setattr(CapturedFirstFinished, "advance", counted_advance)
+    monkeypatch.setattr(CapturedFirstFinished, "select", counted_select)
     monkeypatch.setattr(SharedStepper, "step", counted_step)
     options = {"beam_size": 2, "max_len_b": 16, "min_len": 16, "temperature": 0.9}
     zoo.call([zoo.build("bart", torch.float32)], zoo.batch(2, 7), options)

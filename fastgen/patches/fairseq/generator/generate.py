@@ -11,11 +11,11 @@ from fairseq.search import BeamSearch
 from torch import Tensor
 
 from fastgen.context import changed
-from fastgen.decoding.backends.captured_first_finished import CapturedFirstFinished
-from fastgen.decoding.backends.captured_selection import not_captured
-from fastgen.decoding.loop import decode
+from fastgen.decoding.backends.decode_backend import DecodeBackend
+from fastgen.decoding.loop import backend_of, decode
 from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.decoding.search.first_finished import FirstFinished, Hypothesis, Prediction
+from fastgen.decoding.search.first_finished import FirstFinished, Hypothesis
+from fastgen.decoding.search.prediction import Prediction
 from fastgen.models.cuda_graphs import graph
 from fastgen.models.routing.routes import all_routed
 from fastgen.patches.engine import engine
@@ -37,24 +37,29 @@ class SuspendedDecode:
     Attributes:
         generator: fairseq's generator.
         plan: What the call runs.
-        search: State of the search.
-        model: The decode steps of its models.
+        backend: Runs its decode steps; it holds the search and the stepper.
         left_off: Disabled features, each with its fallback reason.
     """
 
     generator: Any
     plan: Plan
-    search: FirstFinished
-    model: SharedStepper
+    backend: DecodeBackend[FirstFinished]
     left_off: tuple[str, ...]
+
+    @property
+    def model(self) -> SharedStepper:
+        """The stepper of the decode steps."""
+        return self.backend.model
 
     def finish(self) -> Found:
         """Return the result of `_generate`; the search must have finished."""
         result = [
             [_as_fairseq(hypothesis) for hypothesis in hypotheses]
-            for hypotheses in self.search.outcome()
+            for hypotheses in self.backend.search.outcome()
         ]
-        left_off = *self.plan.left_off, *self.left_off, *self.model.left_off, *self.search.left_off
+        left_off = (
+            *self.plan.left_off, *self.left_off, *self.model.left_off, *self.backend.left_off,
+        )  # fmt: skip
         note_served(self.generator, self.plan, left_off, self.model.decoders)
         return result
 
@@ -154,41 +159,30 @@ def begin(
         generator.lm_weight,
     )  # fmt: skip
     generator.search.init_constraints(constraints, m)
-    plain, captured = type(generator.search) is BeamSearch, graph.wanted(source)
-    reason = _reason_not_to_capture(generator, stepper) if captured else None
-    search = (CapturedFirstFinished if captured and reason is None else FirstFinished)(
+    search = FirstFinished(
         sentences=b,
         beams=m,
         start=generator.eos if bos_token is None else bos_token,
         end=generator.eos,
         pad=generator.pad,
         longest=longest,
-        search=Beam(generator, prefix_tokens, longest, device)
-        if plain
+        selector=Beam(generator, prefix_tokens, longest, device)
+        if type(generator.search) is BeamSearch
         else Toolkits(generator, prefix_tokens, longest, sample.get("id"), lengths),
         device=device,
         normalize=generator.normalize_scores,
         length_penalty=generator.len_penalty,
         no_longer_than=lengths if generator.match_source_len else None,
         stop_at_longest=generator.search.stop_on_max_len,
-        captured=captured,
+        captured=graph.wanted(source),
     )
     first = _prefilled(search, stepper, prefix_tokens)
     step_output = (
         stepper.step(search.text.ids[::m]) if first is None else (Prediction(lambda: first), None)
     )
-    over = decode(search, stepper, step_output, lambda: pauses and stepper.joinable)
-    left_off = encoded.left_off if reason is None else (*encoded.left_off, not_captured(reason))
-    return SuspendedDecode(generator, plan, search, stepper, left_off), over
-
-
-def _reason_not_to_capture(generator: Any, stepper: SharedStepper) -> str | None:
-    """Return why token selection cannot be captured in CUDA graphs, as far as known in advance."""
-    if type(generator.search) is not BeamSearch:
-        return f"{type(generator.search).__name__} makes them"
-    if len(stepper.members) > 1 or stepper.language_model is not None:
-        return "predictions of several models are mixed"
-    return None if stepper.members[0].plain else "log-probabilities of its own"
+    backend = backend_of(search, stepper)
+    over = decode(backend, step_output, lambda: pauses and stepper.joinable)
+    return SuspendedDecode(generator, plan, backend, encoded.left_off), over
 
 
 def _prefilled(
@@ -201,17 +195,17 @@ def _prefilled(
     Returns:
         The log-probabilities (B, V) of the next token; None if nothing was prefilled.
     """
-    chooser = search.search
-    if prefix is None or type(chooser) is not Beam or not stepper.prefills:
+    selector = search.selector
+    if prefix is None or type(selector) is not Beam or not stepper.prefills:
         return None
     tokens = torch.cat([search.tokens[:: search.beams, :1], prefix], 1)
-    shared = chooser.forced(tokens, search.longest)
+    shared = selector.forced(tokens, search.longest)
     if shared == 0:
         return None
     prefix = prefix[:, :shared]
     first, token_scores = stepper.prefill(tokens[:, : shared + 1])
     search.begin_after(
-        prefix, token_scores - prefix.eq(chooser.generator.unk) * chooser.generator.unk_penalty
+        prefix, token_scores - prefix.eq(selector.generator.unk) * selector.generator.unk_penalty
     )
     return first
 

@@ -30,7 +30,6 @@ from fastgen.decoding.batching.continuous_batching import (
     reason_not_to_refill,
 )
 from fastgen.decoding.plan import Unsupported
-from fastgen.decoding.search.first_finished import StepOutput
 from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.patches.engine import engine
@@ -90,7 +89,7 @@ class _Batch:
 
 
 @dataclass(eq=False)
-class _Running(Cohort[StepOutput]):
+class _Running(Cohort):
     batch: _Batch = field(kw_only=True)
     begun: SuspendedDecode = field(kw_only=True)
 
@@ -228,9 +227,7 @@ class Translations:
                 batch.runs = True
                 width = sample["net_input"]["src_tokens"].shape[1]
                 self._running.append(
-                    _Running(
-                        begun.search, begun.model, plan.sentences, width, batch=batch, begun=begun
-                    )
+                    _Running(begun.backend, plan.sentences, width, batch=batch, begun=begun)
                 )
 
     def _step(self) -> None:

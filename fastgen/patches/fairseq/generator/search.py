@@ -11,14 +11,9 @@ from fastgen.decoding.logits.sequence_bias import SequenceBias
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.token_ban import OnlyToken, TokenBan
 from fastgen.decoding.logits.transform import LogitsTransform
-from fastgen.decoding.search.first_finished import (
-    Candidates,
-    FirstFinished,
-    Prediction,
-    best,
-    best_of_logits,
-    count_of,
-)
+from fastgen.decoding.search.candidates import Candidates, best, best_of_logits, count_of
+from fastgen.decoding.search.first_finished import FirstFinished
+from fastgen.decoding.search.prediction import Prediction
 from fastgen.ops.selection.kbest import fused
 
 
@@ -84,6 +79,10 @@ class Beam:
         assert transforms is not None  # none is dense, and no bias can be followed by a penalty
         return best_of_logits(logits, scores, beams, transforms)
 
+    @property
+    def eager_selection(self) -> str | None:
+        return None
+
     def phase(self, step: int) -> tuple[int, ...] | None:
         return None if self._in_prefix(step) else phases(self.transforms, step + 1)
 
@@ -136,11 +135,11 @@ class Beam:
         prefix = self.prefix_tokens
         return prefix is not None and step < min(prefix.shape[1], self.longest)
 
-    def kept(self, sentences: Tensor) -> None:
+    def keep(self, sentences: Tensor) -> None:
         if self.prefix_tokens is not None:
             self.prefix_tokens = self.prefix_tokens[sentences]
 
-    def continued(self, order: Tensor) -> None:
+    def reorder(self, order: Tensor) -> None:
         pass
 
 
@@ -185,18 +184,22 @@ class Toolkits(Beam):
         )
         return Candidates(scores, tokens, beams)
 
+    @property
+    def eager_selection(self) -> str:
+        return f"{type(self.generator.search).__name__} selects the tokens"
+
     def phase(self, step: int) -> None:
         return None
 
-    def kept(self, sentences: Tensor) -> None:
-        super().kept(sentences)
+    def keep(self, sentences: Tensor) -> None:
+        super().keep(sentences)
         self.source_lengths, self.sentences = (
             self.source_lengths[sentences],
             self.sentences[sentences],
         )
         self.generator.search.prune_sentences(sentences)
 
-    def continued(self, order: Tensor) -> None:
+    def reorder(self, order: Tensor) -> None:
         self.generator.search.update_constraints(order)
 
 

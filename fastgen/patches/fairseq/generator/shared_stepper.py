@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.layer_kv import note_steps, room_for_steps
-from fastgen.decoding.search.first_finished import Prediction, StepOutput
+from fastgen.decoding.search.prediction import Prediction, StepOutput
 from fastgen.models.build.equivalence_check import by_modules, trial, verdict
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.cuda_graphs.replay import Opened, Result
@@ -231,6 +231,13 @@ class SharedStepper:
         """Rows and seconds of each step, except the newest, whose end is not known."""
         each = zip(self._began, self._began[1:], strict=False)
         return [(rows, after - began) for (rows, began), (_, after) in each]
+
+    @property
+    def eager_selection(self) -> str | None:
+        """Why tokens cannot be selected from the predictions in a CUDA graph; None if they can."""
+        if len(self._all) > 1:
+            return "predictions of several models are mixed"
+        return None if self.members[0].plain else "log-probabilities of its own"
 
     @property
     def supports_multistep(self) -> bool:

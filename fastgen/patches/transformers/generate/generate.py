@@ -3,8 +3,7 @@
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import torch
@@ -12,21 +11,14 @@ from torch import Tensor
 from transformers.generation import utils as gu
 
 from fastgen.context import assigned
-from fastgen.decoding.backends.captured_beam_search import CapturedBeamSearch
-from fastgen.decoding.backends.captured_sampling import CapturedSampling
-from fastgen.decoding.backends.captured_selection import not_captured
 from fastgen.decoding.batching.stable_prefix import StablePrefix
-from fastgen.decoding.logits.pipeline import capturable
-from fastgen.decoding.logits.transform import LogitsTransform
-from fastgen.decoding.loop import decode
+from fastgen.decoding.loop import backend_of, decode
 from fastgen.decoding.plan import Unsupported
 from fastgen.decoding.search.beam_search import BeamSearch
 from fastgen.decoding.search.finishing_rules import TransformersRule
 from fastgen.decoding.search.sampling import Sampling
-from fastgen.decoding.search.stopping import Stop
 from fastgen.decoding.speculative.bild_options import Options
 from fastgen.models.build.introspection import NotFused
-from fastgen.models.cuda_graphs import graph
 from fastgen.models.routing.routes import routed, withdraw
 from fastgen.models.specs.families import family_of
 from fastgen.patches.engine import engine
@@ -37,7 +29,6 @@ from fastgen.patches.generation_call import (
 )
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call, bild_resting
-from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search
 from fastgen.patches.transformers.generate.decide import decide, method_named
@@ -296,13 +287,10 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         else:
             model = call.stepper(plan, step)
             decoding = (_beam_search if loop == "beam" else _sample)(call, model)
+        backend = backend_of(decoding.search, model)
         with decoding.around():
-            finished = decode(
-                decoding.search, model, model.prefill(), lambda: pauses and model.joinable
-            )
-    suspended = SuspendedDecode(
-        name, model, decoding.search, decoding.output, () if reason is None else (reason,)
-    )
+            finished = decode(backend, model.prefill(), lambda: pauses and model.joinable)
+    suspended = SuspendedDecode(name, backend, decoding.output, () if reason is None else (reason,))
     if drafting is not None:
         sequences, seconds = suspended.finish(), time.perf_counter() - start
         return bild_resting.of_large_alone(
@@ -321,7 +309,8 @@ def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
             logits = model.prefill()
         except NotFused as reason:
             raise bild.not_proven(model, reason) from None
-        decode(decoding.search, model, logits)
+        backend = backend_of(decoding.search, model)
+        decode(backend, logits)
     passes = model.passes
     engine.note_drafting(
         {
@@ -330,9 +319,7 @@ def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
             "small_calls": passes.small_calls,
         }
     )
-    return SuspendedDecode(
-        "transformers.beam_search", model, decoding.search, decoding.output
-    ).finish()
+    return SuspendedDecode("transformers.beam_search", backend, decoding.output).finish()
 
 
 def _beam_search(call: Call, model: ModuleStepper) -> Decoding:
@@ -347,13 +334,11 @@ def _beam_search(call: Call, model: ModuleStepper) -> Decoding:
         length_penalty=config.length_penalty,
         early_stopping=config.early_stopping,
     )
-    stop = stop_of(call.stopping_criteria)
-    transforms = transforms_of(call.logits_processor, lambda: vocabulary(call.model))
-    search = (CapturedBeamSearch if _replayed(call, model, transforms, stop) else BeamSearch)(
+    search = BeamSearch(
         prompt=call.input_ids[::m],
         rule=rule,
-        stop=stop,
-        transforms=transforms,
+        stop=stop_of(call.stopping_criteria),
+        transforms=transforms_of(call.logits_processor, lambda: vocabulary(call.model)),
         fill=fill_of("beam", config),
         sample=config.do_sample,
         rank_drawn=compat.INSTALLED.ranks_drawn_beams,
@@ -367,43 +352,10 @@ def _beam_search(call: Call, model: ModuleStepper) -> Decoding:
     return Decoding(search, lambda: _of_beams(call, model, search, stable_prefix))
 
 
-def _replayed(
-    call: Call, model: ModuleStepper, transforms: Sequence[LogitsTransform], stop: Stop
-) -> bool:
-    """Return whether token selection is captured as the decode steps are; if not, note why."""
-    if not model.plan.graphs:
-        return False
-    reason = None
-    if call.config.return_dict_in_generate:
-        # The output needs scores, or a cache without the step that runs past the end.
-        reason = "return_dict_in_generate=True"
-    elif call.scored and call.config.num_beams == 1:
-        reason = "scores are summed up"
-    elif call.streamer is not None or call.on_tokens is not None:
-        reason = "a streamer listens"
-    elif compat.is_user_provided(compat.cache_of(call.model_kwargs)):
-        reason = IS_USER_PROVIDED  # it must hold exactly the keys and values up to the last step
-    elif stop.others:
-        reason = "a stopping criterion looks at all tokens"
-    elif not capturable(transforms):
-        reason = "a logits processor may look at the text, or wait for the device"
-    elif call.config.do_sample and not graph.draws_alike(call.input_ids.device):
-        reason = "a graph draws other random numbers"
-    _note(model, None if reason is None else not_captured(reason))
-    return reason is None
-
-
-def _note(model: ModuleStepper, left_off: str | None) -> None:
-    if left_off is not None:
-        model.plan = replace(model.plan, left_off=(*model.plan.left_off, left_off))
-
-
 def _of_beams(
     call: Call, model: ModuleStepper, search: BeamSearch, stable_prefix: StablePrefix | None
 ) -> Any:
     config, best = call.config, search.outcome
-    if isinstance(search, CapturedBeamSearch):
-        _note(model, search.choices.refused)
     returned = config.num_return_sequences
     sequences, beams = best.ids[:, :returned].flatten(0, 1), best.beams[:, :returned].flatten(0, 1)
     longest = int((beams >= 0).sum(1).max())
@@ -434,16 +386,12 @@ def _sample(call: Call, model: ModuleStepper) -> Decoding:
     pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
     pad = compat.pad_token(config)
     compat.warn_of_compilation(call.model, config, call.model_kwargs)
-    stop = stop_of(call.stopping_criteria)
-    transforms = transforms_of(call.logits_processor, lambda: vocabulary(call.model))
-    replayed = _replayed(call, model, transforms, stop)
-    sampling = (
-        functools.partial(CapturedSampling, longest=config.max_length) if replayed else Sampling
-    )(
+    sampling = Sampling(
         ids=call.input_ids,
-        stop=stop,
-        transforms=transforms,
+        stop=stop_of(call.stopping_criteria),
+        transforms=transforms_of(call.logits_processor, lambda: vocabulary(call.model)),
         pad=pad.to(call.input_ids.device) if pads else None,
+        longest=config.max_length,
         sample=config.do_sample,
         may_drop=model.plan.drop and pads,
         captured=model.plan.graphs,
@@ -460,8 +408,6 @@ def _sample(call: Call, model: ModuleStepper) -> Decoding:
 
 
 def _of_samples(call: Call, model: ModuleStepper, sampling: Sampling) -> Any:
-    if isinstance(sampling, CapturedSampling):
-        _note(model, sampling.choices.refused)
     if call.streamer is not None:
         call.streamer.end()
     if sampling.trace.chosen is not None:

@@ -11,7 +11,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation import utils as gu
 
 from fastgen.constraints import Constraint, constraints_of
-from fastgen.decoding.backends.captured_selection import not_captured
 from fastgen.decoding.plan import Plan
 from fastgen.decoding.search.constrained_beam_search import ConstrainedBeamSearch
 from fastgen.decoding.search.contrastive_search import ContrastiveSearch
@@ -85,9 +84,6 @@ def decoding_of(method: Method, call: Call, model: ModuleStepper) -> Decoding:
     if method == "contrastive search":
         contrastive = _contrastive(call, model)
         return Decoding(contrastive, lambda: _of_contrastive(call, model, contrastive))
-    if model.plan.graphs:
-        reason = not_captured("finished hypotheses are kept on the host")
-        model.plan = replace(model.plan, left_off=(*model.plan.left_off, reason))
     search = _diverse(call, model) if method == "diverse beam search" else _constrained(call, model)
     return Decoding(search, lambda: _of_pools(call, model, search))
 

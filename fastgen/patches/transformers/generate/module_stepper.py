@@ -11,6 +11,7 @@ from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import nbytes
+from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import CallReport
 
@@ -27,6 +28,8 @@ class ModuleStepper:
     Attributes:
         outputs: Attentions and hidden states of each forward, if the call returns them.
         last_hidden: (R or B, P or 1, C), last hidden states, if the forward returns them.
+        eager_selection: Why the loop may not run a step after the last one, as captured token
+            selection does: the caller sees the cache. None if it may.
     """
 
     def __init__(
@@ -39,6 +42,11 @@ class ModuleStepper:
     ) -> None:
         self.model, self.plan, self.config = model, plan, generation_config
         self.input_ids, self.kwargs = input_ids, model_kwargs
+        self.eager_selection: str | None = None
+        if generation_config.return_dict_in_generate:
+            self.eager_selection = "return_dict_in_generate=True"
+        elif compat.is_user_provided(compat.cache_of(model_kwargs)):
+            self.eager_selection = IS_USER_PROVIDED
         self.outputs: list[Any] | None = None
         self.last_hidden: Tensor | None = None
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step

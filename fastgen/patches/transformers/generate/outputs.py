@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.decoding.loop import Search
+from fastgen.decoding.backends.decode_backend import Search
 from fastgen.decoding.search.beam_search import Trace
 from fastgen.decoding.search.sampling import chosen_of
 from fastgen.patches.transformers.compat import CACHE
@@ -33,7 +33,7 @@ class Decoding:
         around: Returns the context manager that the loop runs in.
     """
 
-    search: Search[Tensor]
+    search: Search
     output: Callable[[], Any]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 

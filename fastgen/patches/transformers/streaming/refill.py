@@ -57,7 +57,7 @@ class Batch:
 
 
 @dataclass(eq=False)
-class _Running(Cohort[Tensor]):
+class _Running(Cohort):
     batch: Batch = field(kw_only=True)
     begun: SuspendedDecode = field(kw_only=True)
 
@@ -158,7 +158,7 @@ class Refill:
         if isinstance(result, SuspendedDecode):
             assert isinstance(result.model, SharedStepper)
             sizes = len(batch.places), batch.width
-            running.append(_Running(result.search, result.model, *sizes, batch=batch, begun=result))
+            running.append(_Running(result.backend, *sizes, batch=batch, begun=result))
         else:
             done.append((batch, result))
 

@@ -1,14 +1,13 @@
 """Suspension: `generate` returns its decode loop after the start, to resume it alongside others."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
+from fastgen.decoding.backends.decode_backend import DecodeBackend
 from fastgen.decoding.batching.continuous_batching import not_refilled
-from fastgen.decoding.loop import Search
 from fastgen.decoding.plan import Plan
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.patches.generation_call import call_of
@@ -36,23 +35,28 @@ class SuspendedDecode:
 
     Attributes:
         name: Name of the patch that runs it.
-        model: The stepper of its decode steps.
-        search: The search and its state.
+        backend: Runs its decode steps; it holds the search and the stepper.
         output: Builds the return value of `generate`, once the loop is over.
         left_off: Features disabled in this call in addition to those of its plan, with reasons.
     """
 
     name: str
-    model: ModuleStepper
-    search: Search[Tensor]
+    backend: DecodeBackend[Any]
     output: Callable[[], Any]
     left_off: tuple[str, ...] = ()
 
+    @property
+    def model(self) -> ModuleStepper:
+        """The stepper of the decode steps."""
+        return self.backend.model
+
     def finish(self) -> Any:
         """Count the call and return the value of `generate`, once the loop is over."""
-        output = self.output()
-        self.model.hand_back()
-        note_served(self.name, self.model.model, self.model.report(), self.left_off)
+        output, model = self.output(), self.model
+        left_off = *model.plan.left_off, *self.backend.left_off
+        model.plan = replace(model.plan, left_off=left_off)
+        model.hand_back()
+        note_served(self.name, model.model, model.report(), self.left_off)
         return output
 
 

@@ -119,7 +119,7 @@ def test_kernels_and_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatc
         for _ in range(2):
             kwargs |= {"forced_bos_token_id": LANGUAGES[:2], "no_repeat_ngram_size": 3}
             assert assert_same(model, kwargs, tolerance=1e-4).error is None
-        assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] > 0
+        assert graphs.replayed["_select_tokens"] > 0
     finally:
         monkeypatch.undo()
         config.reload()

@@ -60,7 +60,7 @@ def test_a_difference_is_reported(
     arguments = ["-n", "12", "--seed", "40", "--family", "gpt2"]
     assert fuzz.main(arguments) == 0
     assert "0 differences" in capsys.readouterr().out
-    monkeypatch.setattr(Sampling, "_choose", wrong)
+    monkeypatch.setattr(Sampling, "_select", wrong)
     assert fuzz.main(arguments) == 1
     printed = capsys.readouterr()
     seeds = [line.split()[5] for line in printed.err.splitlines() if line.startswith("DIFFERENCE")]

@@ -165,7 +165,7 @@ def test_captured_choices(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
         found = list(
             fastgen.generate_stream(model, SENTENCES[:2], **options, wanted=Clients((0,), 9))
         )
-        assert graphs.replayed["_choose" if beams > 1 else "_choose_next"] > 0
+        assert graphs.replayed["_select_tokens"] > 0
         assert found[1].tolist() == expected[1].tolist()
         assert _rows()[-1] == beams
     finally:

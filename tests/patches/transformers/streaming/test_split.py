@@ -56,10 +56,10 @@ STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "prompt": (SharedStepper, "prefill", lambda stepper: stepper.plan.sentences),
     "step": (DecoderStep, "__call__", lambda _, ids, *args: _rows_of(ids)),
     "cache": (LayerKV, "append", lambda _, keys, values: _rows_of(keys)),
-    "log-softmax": (beams.BeamSearch, "_candidates", lambda _, logits, *others: _rows_of(logits)),
-    "finish": (beams.BeamSearch, "_finish", lambda _, order, *args: 3 * _rows_of(order)),
+    "log-softmax": (beams.BeamSearch, "candidates", lambda _, logits, *others: _rows_of(logits)),
+    "finish": (beams.BeamSearch, "finish", lambda _, order, *args: 3 * _rows_of(order)),
     "reorder": (Ancestry, "reorder", lambda _, parents: 3 * _rows_of(parents)),
-    "choice": (sampling.Sampling, "_choose", lambda _, logits, text: _rows_of(logits)),
+    "choice": (sampling.Sampling, "_select", lambda _, logits, text: _rows_of(logits)),
 }
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"repetition_penalty": 1.3},
