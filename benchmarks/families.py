@@ -27,7 +27,7 @@ from transformers import (
 import fastgen.unilm  # registers its family
 from benchmarks.harness import begin, common, measured, parser_of
 from benchmarks.session import Session, compared
-from fastgen.models.specs.families import FAMILIES
+from fastgen.models.specs.registry import SPECS
 
 VOCABULARY, NEW_TOKENS = 8_000, 16
 CALLS = {
@@ -112,11 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure the families that the arguments name; return the exit status."""
     parser = parser_of("benchmarks.families", __doc__)
     parser.add_argument(
-        "--family", nargs="+", choices=sorted(FAMILIES), metavar="NAME", help="default: all"
+        "--family", nargs="+", choices=sorted(SPECS), metavar="NAME", help="default: all"
     )
     args = common(parser, rounds=5).parse_args(argv)
     begin(args.threads)
-    return measured(args, "families", _cells(args, args.family or sorted(FAMILIES)))
+    return measured(args, "families", _cells(args, args.family or sorted(SPECS)))
 
 
 def _cells(

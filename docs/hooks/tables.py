@@ -15,8 +15,7 @@ from benchmarks import tables as results
 from benchmarks.tables import table
 from fastgen.cli import COMMANDS
 from fastgen.config import VARIABLES
-from fastgen.models.specs.decoder_layouts import LAYOUTS
-from fastgen.models.specs.families import FAMILIES
+from fastgen.models.specs.registry import SPECS
 from fastgen.patches import fairseq, transformers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,11 +24,15 @@ PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", 
 
 def families() -> str:
     """Return the table of transformers' model families."""
-    kinds: dict[str, list[str]] = {"encoder-decoder": [], "decoder-only": []}
-    for name, family in sorted(FAMILIES.items()):
-        kind = "encoder-decoder" if family.encoder_decoder else "decoder-only"
-        kinds[kind].append(f"`{name}`{'' if name in LAYOUTS else ' (steps through its modules)'}")
+    kinds: dict[str, list[str]] = {"encoder-decoder": [], "decoder-only": [], _OWN_ATTENTION: []}
+    for name, spec in sorted(SPECS.items()):
+        kinds["encoder-decoder" if spec.encoder_decoder else "decoder-only"].append(f"`{name}`")
+        if not spec.attention_interface:
+            kinds[_OWN_ATTENTION].append(f"`{name}`")
     return table(("kind", "`model_type`"), ((kind, ", ".join(n)) for kind, n in kinds.items()))
+
+
+_OWN_ATTENTION = "of these, with attention in their own modules"
 
 
 def patches() -> str:

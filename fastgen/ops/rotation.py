@@ -26,17 +26,20 @@ class Rotation(NamedTuple):
         sine: as `cosine`.
         neighbours: whether the two dimensions of a rotated pair are adjacent, instead of E / 2
             apart.
+        fp32: whether queries and keys are rounded to fp32 first.
     """
 
     cosine: Tensor
     sine: Tensor
     neighbours: bool = False
+    fp32: bool = False
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """Return x (R, H, D) with the rotation applied."""
-    cosine, sine, neighbours = rotation
+    cosine, sine, neighbours, fp32 = rotation
     rotary, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
+    rotary = rotary.float() if fp32 else rotary
     if neighbours:
         swapped = torch.stack([-rotary[..., 1::2], rotary[..., ::2]], -1).flatten(-2)
     else:
@@ -90,21 +93,22 @@ def turn_into_slots_(
         query, key = rotated(query, rotation), rotated(key, rotation)
         write_slots_(keys, values, key[:, :, None], value[:, :, None], start)
         return query
-    cosine, sine, neighbours = rotation
+    cosine, sine, neighbours, fp32 = rotation
     out = query.new_empty(query.shape)
     launch(
         _turn_kernel, (rows, heads + 2 * kv_heads), query, key, value, cosine, sine, out, keys,
         values, start, rows // b, heads, kv_heads, dims, cosine.shape[-1], *query.stride()[:2],
         *key.stride()[:2], *value.stride()[:2], cosine.stride(0) if cosine.shape[0] > 1 else 0,
         *keys.stride()[:3], *values.stride()[:3], NEIGHBOURS=neighbours,
-        ROUNDS=cosine.dtype == query.dtype != torch.float32, COUNTED=isinstance(start, Tensor),
+        ROUNDS=cosine.dtype == query.dtype != torch.float32 and not fp32,
+        COUNTED=isinstance(start, Tensor),
         BLOCK=power_of_two(dims), num_warps=1 if dims <= 128 else 4,
     )  # fmt: skip
     return out
 
 
 def _able(query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, *buffers: Tensor) -> bool:
-    cosine, sine, _ = rotation
+    cosine, sine = rotation[:2]
     contiguous = all(each.stride(-1) == 1 for each in (query, key, value, cosine, sine, *buffers))
     same = key.dtype == value.dtype == query.dtype and all(
         each.dtype == query.dtype for each in buffers

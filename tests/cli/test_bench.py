@@ -132,9 +132,9 @@ def test_no_speed_where_outputs_differ(
 def test_what_fastgen_declines_has_its_reason(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fastgen.models.specs.families import FAMILIES
+    from fastgen.models.specs.registry import SPECS
 
-    monkeypatch.delitem(FAMILIES, "gpt2")
+    monkeypatch.delitem(SPECS, "gpt2")
     assert bench(folder / "unproven", "--num-beams", 2, "--batch-size", 2) == 0
     shown = capsys.readouterr().out
     assert "fastgen's loops did not run" in shown

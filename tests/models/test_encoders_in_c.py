@@ -10,7 +10,7 @@ import torch
 from fastgen.models.build import encoder_builder
 from fastgen.models.build.encoder_builder import encoder_of
 from fastgen.models.runtime.encoder import Encoder, Group, Sentences, arranged, whole
-from fastgen.models.specs.encoder_layouts import ENCODERS
+from fastgen.models.specs.registry import ENCODERS
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.patches.transformers.encoders import unpadded_encoder

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,14 +16,13 @@ from fastgen.models.build import equivalence_check
 from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
 from fastgen.models.layers import linear
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.specs import decoder_layouts
-from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.models.specs.registry import SPECS
 from fastgen.patches.transformers.generate.decide import not_shared
 from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
 from tests.support.parity import assert_same
 
-FAMILIES = sorted(set(LAYOUTS) & set(zoo.FAMILIES))
+FAMILIES = sorted(zoo.FAMILIES)
 _SIX_LAYERS = zoo._ENCODER_DECODER | {"decoder_layers": 6}
 FIELDS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 METHODS: dict[str, dict[str, Any]] = {
@@ -81,7 +79,8 @@ def test_family(
                 assert_same(model, kwargs, tolerance=1e-5 if family == "gemma2" else 1e-6).error
                 is None
             )
-        assert equivalence_check.verdicts_of(model.get_submodule(LAYOUTS[family].decoder)).step[1]
+        decoder = model.get_submodule(SPECS[family].decoder.path)
+        assert equivalence_check.verdicts_of(decoder).step[1]
         assert _fused()
 
 
@@ -267,12 +266,13 @@ def test_what_is_put_on_modules(what: str) -> None:
     assert not_shared(f"{what} may look at rows, or at the cache") in call.plan.left_off
 
 
-def test_a_family_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(LAYOUTS, "opt")
-    reason = by_modules("there is no record of model type 'opt'")
-    assert _left_off(
-        _build("opt"), {"inputs": torch.randint(4, 90, (3, 7)), "max_new_tokens": 8}
-    ) == (reason,)
+def test_a_model_of_which_the_text_alone_has_a_spec() -> None:
+    kwargs = {"inputs": torch.randint(4, 90, (3, 7)), "num_beams": 3, "max_new_tokens": 8}
+    # What newer releases of transformers pass to such a model is looked at first.
+    reasons = "the model gets mm_encoder_outputs", "there is no spec of model type 'llava'"
+    (reason,) = _left_off(zoo.seeing(), kwargs)
+    assert reason in map(by_modules, reasons)
+    assert not _fused()
 
 
 def test_layers_one_after_the_other() -> None:
@@ -402,17 +402,14 @@ def test_a_class_with_another_forward(another_forward: None) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_model_that_computes_otherwise(beams: int) -> None:
+def test_a_model_that_computes_otherwise(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parts are the same, but the computation differs, which the first step already shows."""
     model = _build("bart")
     # As if positions started one row earlier.
-    decoder_layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=lambda _: 1)
-    try:
-        kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 8}
-        for _ in range(2):
-            assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
-    finally:
-        decoder_layouts.LAYOUTS["bart"] = replace(LAYOUTS["bart"], first=decoder_layouts._offset)
+    monkeypatch.setitem(SPECS, "bart", zoo.misplaced("bart", 1))
+    kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 8}
+    for _ in range(2):
+        assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
 
 
 def test_what_was_written_since_the_proof_asks_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +438,7 @@ def test_what_was_written_since_the_proof_asks_for_another(monkeypatch: pytest.M
         # One comparison of the first token, and one of a decode step.
         assert sum(found.dim() == 2 for found, *_ in compared) == 2 * number
     # As another version might need.
-    monkeypatch.setitem(LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 1))
+    monkeypatch.setitem(SPECS, "bart", zoo.misplaced("bart", 1))
     assert _left_off(model, zoo.batch(model, 3, 7) | {"max_new_tokens": 8}) == (
         by_modules(OTHERWISE),
     )

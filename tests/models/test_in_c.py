@@ -17,7 +17,7 @@ import fastgen
 from fastgen.decoding import loop
 from fastgen.models.layers import packed_weights
 from fastgen.models.runtime.native_step import InC
-from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.models.specs.registry import SPECS
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import step as c
@@ -100,7 +100,7 @@ def _steps() -> int:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", sorted(set(LAYOUTS) & set(zoo.FAMILIES | zoo.MORE)))
+@pytest.mark.parametrize("family", sorted(set(SPECS) & set(zoo.FAMILIES | zoo.MORE)))
 def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
     model = zoo.build(family, torch.float32)
     for padding in ("none", "natural"):

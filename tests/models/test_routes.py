@@ -28,7 +28,7 @@ from fastgen.models.layers import norm as norms
 from fastgen.models.memory import scratch as memory_module
 from fastgen.models.memory.scratch import Memory, _rounded
 from fastgen.models.routing import routes
-from fastgen.models.specs.families import FAMILIES
+from fastgen.models.specs.registry import SPECS
 from fastgen.ops import native, processor
 from fastgen.ops.activation import activation_reference
 from fastgen.patches.transformers.compat import CACHE
@@ -451,7 +451,7 @@ def test_routes_keep_no_model_alive(net: Net) -> None:
 def test_activations_of_every_family(family: str) -> None:
     """Every feed-forward block of a proven family fuses its activation, with the same results."""
     model = zoo.build(family, torch.float32)
-    record = FAMILIES[model.config.model_type]
+    record = SPECS[model.config.model_type]
     found = list(activation.pairs(model.modules(), record.activated))
     # Two layers and a head's; two on each side.
     blocks = 3 if family == "unilm" else 4 if record.encoder_decoder else 2
@@ -474,7 +474,7 @@ def _bart_block() -> tuple[Any, Any]:
 
 def test_an_activation_overwrites_what_nobody_else_reads() -> None:
     model, block = _bart_block()
-    with torch.no_grad(), routes.routed(model, FAMILIES["bart"]):
+    with torch.no_grad(), routes.routed(model, SPECS["bart"]):
         assert "forward" in block.activation_fn.__dict__
         hidden = block.fc1(_randn(2, 3, model.config.d_model, seed=1))
         assert block.activation_fn(hidden).data_ptr() == hidden.data_ptr()
@@ -500,7 +500,7 @@ def test_an_activation_that_somebody_watches_is_left_alone(what: str) -> None:
     else:
         block.activation_fn.forward = lambda x: x
     before = dict(block.activation_fn.__dict__)
-    with torch.no_grad(), routes.routed(model, FAMILIES["bart"]):
+    with torch.no_grad(), routes.routed(model, SPECS["bart"]):
         assert block.activation_fn.__dict__ == before
 
 
@@ -512,14 +512,14 @@ def test_an_activation_in_a_class_of_the_users_is_left_alone() -> None:
         pass
 
     block.__class__ = Twice
-    with routes.routed(model, FAMILIES["bart"]):
+    with routes.routed(model, SPECS["bart"]):
         assert "forward" not in block.activation_fn.__dict__
 
 
 def test_activations_with_gradients() -> None:
     model, block = _bart_block()
     x = _randn(2, 3, model.config.d_model, seed=1)
-    with routes.routed(model, FAMILIES["bart"]):
+    with routes.routed(model, SPECS["bart"]):
         hidden = block.fc1(x)
         block.activation_fn(hidden).sum().backward()
     found = block.fc1.weight.grad.clone()
@@ -647,7 +647,7 @@ def test_large_outputs_lie_in_memory_used_again(net: Net, monkeypatch: pytest.Mo
 BIASED = sorted(
     name
     for name in zoo.FAMILIES
-    if FAMILIES[zoo.build(name, torch.float32).config.model_type].output_bias
+    if SPECS[zoo.build(name, torch.float32).config.model_type].head.bias
 )
 
 
@@ -665,7 +665,7 @@ def test_the_bias_of_every_family_is_added_in_place(family: str, zero: bool) -> 
     batch |= {"decoder_input_ids": batch["input_ids"][:, :4]}
     with torch.no_grad():
         wanted = model(**batch).logits
-        with routes.routed(model, FAMILIES[model.config.model_type]):
+        with routes.routed(model, SPECS[model.config.model_type]):
             assert type(model.lm_head(_head(model)[0])) is not Tensor
             found = model(**batch).logits
     assert type(found) is Tensor
@@ -680,7 +680,7 @@ def test_the_output_of_a_head_is_a_plain_tensor_to_everything_else(zero: bool) -
     if not zero:
         bias.fill_(2.0)
     x, head = _head(model)
-    with torch.no_grad(), routes.routed(model, FAMILIES["marian"]):
+    with torch.no_grad(), routes.routed(model, SPECS["marian"]):
         y = head(x)
         plain = F.linear(x, head.weight)
         torch.testing.assert_close(y + bias.clone(), plain + bias)
@@ -706,7 +706,7 @@ def test_a_head_that_may_be_used_otherwise_is_left_alone(what: str) -> None:
         model.__class__ = type("Own", (type(model),), {"__module__": __name__})
     elif what == "hook on the head":
         head.register_forward_hook(lambda *_: None)
-    with torch.set_grad_enabled(what == "gradients"), routes.routed(model, FAMILIES["bart"]):
+    with torch.set_grad_enabled(what == "gradients"), routes.routed(model, SPECS["bart"]):
         assert type(head(x)) is Tensor
 
 

@@ -68,6 +68,21 @@ def test_the_example_of_a_logits_processor_is_the_code() -> None:
             assert re.sub(r"\s+", " ", "\n".join(lines)).strip() in re.sub(r"\s+", " ", code)
 
 
+def test_the_changes_that_contributing_shows_are_in_the_code() -> None:
+    """The lines that a diff with file names adds are lines of these files."""
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    changes = [
+        (file, line[1:])
+        for block in re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+        for file, lines in re.findall(r"^\+\+\+ b/(.+)\n((?:(?!\+\+\+).*\n)*)", block, re.MULTILINE)
+        for line in lines.splitlines()
+        if line.startswith("+")
+    ]
+    assert len({file for file, _ in changes}) >= 3
+    for file, line in changes:
+        assert line in (ROOT / file).read_text("utf-8").splitlines(), file
+
+
 def test_every_table_has_its_place() -> None:
     names = [
         name for page in PAGES for _, name, _, _ in tables.PLACE.findall(page.read_text("utf-8"))

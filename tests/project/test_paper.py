@@ -11,7 +11,7 @@ from transformers import BertModel
 from benchmarks import fairseq_command, families, forwards, plot, tables
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import amun, fastseq
-from fastgen.models.specs.families import FAMILIES
+from fastgen.models.specs.registry import SPECS
 from fastgen.patches.engine.engine import is_disabled
 
 IN_ONE_PROCESS = [
@@ -151,7 +151,7 @@ def test_a_pair_s_table_rests_on_its_results(
 
 @pytest.mark.slow
 def test_every_family_has_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in FAMILIES:
+    for name in SPECS:
         assert families.build(name, tiny=True).config.model_type == name
     words = [
         "--family",

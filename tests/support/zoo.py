@@ -5,6 +5,7 @@ Weights have a large standard deviation, so that the logits of two tokens are ra
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from fastgen.models.specs.model_spec import ModelSpec
+from fastgen.models.specs.registry import SPECS
 from fastgen.patches.generation_call import in_step
 from fastgen.unilm import UniLMConfig, UniLMForConditionalGeneration
 
@@ -188,6 +191,26 @@ def _falcon(**form: Any) -> Any:
     return tf.FalconForCausalLM(tf.FalconConfig(**_FALCON, **form))
 
 
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
+
+def _gpt_bigcode(**form: Any) -> Any:
+    return tf.GPTBigCodeForCausalLM(
+        tf.GPTBigCodeConfig(
+            vocab_size=VOCABULARY,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=256,
+            initializer_range=0.8,
+            pad_token_id=PAD,
+            bos_token_id=1,
+            eos_token_id=EOS,
+            **form,
+        )
+    )
+
+
 def _stablelm(**form: Any) -> Any:
     half = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     return tf.StableLmForCausalLM(
@@ -237,6 +260,41 @@ MORE: dict[str, Callable[[], Any]] = {
     "stablelm": _stablelm,
     "stablelm-parallel": lambda: _stablelm(use_parallel_residual=True, use_qkv_bias=True),
     "starcoder2": lambda: tf.Starcoder2ForCausalLM(tf.Starcoder2Config(**_without("head_dim"))),
+    "biogpt": lambda: tf.BioGptForCausalLM(
+        tf.BioGptConfig(
+            **_without("head_dim", "num_key_value_heads"),
+            hidden_act="gelu", scale_embedding=True,
+        )
+    ),
+    "cohere2": lambda: tf.Cohere2ForCausalLM(
+        tf.Cohere2Config(**_DECODER, logit_scale=0.5, sliding_window=64, layer_types=_ALTERNATING)
+    ),
+    "cwm": lambda: tf.CwmForCausalLM(
+        tf.CwmConfig(**_DECODER, sliding_window=64, layer_types=_ALTERNATING)
+    ),
+    "ernie4_5": lambda: tf.Ernie4_5ForCausalLM(tf.Ernie4_5Config(**_DECODER)),
+    "exaone4": lambda: tf.Exaone4ForCausalLM(
+        tf.Exaone4Config(**_DECODER, sliding_window=64, layer_types=_ALTERNATING)
+    ),
+    "glm": lambda: tf.GlmForCausalLM(tf.GlmConfig(**_DECODER)),
+    "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**_DECODER)),
+    "gpt_bigcode": lambda: _gpt_bigcode(),
+    "gpt_bigcode-heads": lambda: _gpt_bigcode(multi_query=False),
+    "helium": lambda: tf.HeliumForCausalLM(tf.HeliumConfig(**_DECODER | {"head_dim": 4})),
+    "hunyuan_v1_dense": lambda: tf.HunYuanDenseV1ForCausalLM(
+        tf.HunYuanDenseV1Config(**_DECODER)
+    ),
+    "ministral": lambda: tf.MinistralForCausalLM(
+        tf.MinistralConfig(**_DECODER, sliding_window=64, layer_types=_ALTERNATING)
+    ),
+    "olmo": lambda: tf.OlmoForCausalLM(tf.OlmoConfig(**_DECODER)),
+    "olmo3": lambda: tf.Olmo3ForCausalLM(
+        tf.Olmo3Config(**_DECODER, sliding_window=64, layer_types=_ALTERNATING)
+    ),
+    "seed_oss": lambda: tf.SeedOssForCausalLM(tf.SeedOssConfig(**_DECODER)),
+    "smollm3": lambda: tf.SmolLM3ForCausalLM(
+        tf.SmolLM3Config(**_DECODER | {"num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
+    ),
     "xglm": lambda: tf.XGLMForCausalLM(
         tf.XGLMConfig(
             vocab_size=VOCABULARY, d_model=16, ffn_dim=24, num_layers=2, attention_heads=2,
@@ -268,18 +326,37 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any
     return (FAMILIES | STREAMS | SPEECH | MORE)[family]().to(dtype).eval()
 
 
+def seeing() -> Any:
+    """Return a LLaVA: a model with a spec that also takes images, of four tokens each."""
+    text = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    return tf.LlavaForConditionalGeneration(
+        tf.LlavaConfig(
+            vision_config=tf.CLIPVisionConfig(**vision, image_size=8, patch_size=4),
+            text_config=tf.LlamaConfig(
+                **text, num_attention_heads=2, pad_token_id=0, eos_token_id=2, bos_token_id=1
+            ),
+            image_token_index=95,
+        )
+    ).eval()
+
+
+def misplaced(family: str, row: int) -> ModelSpec:
+    """Return a family's spec with another row of position 0, so that its steps compute wrongly."""
+    decoder = SPECS[family].decoder
+    positions = replace(decoder.positions, first_row=lambda _: row)
+    return replace(SPECS[family], decoder=replace(decoder, positions=positions))
+
+
 def unproven(dtype: torch.dtype = torch.float32) -> Any:
     """Return a tiny model of a family without a spec."""
     torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "n_positions": 128,
-        "n_embd": 16,
-        "n_layer": 1,
-        "n_head": 2,
-    }
-    tokens: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS}
-    return tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**shape, **tokens)).to(dtype).eval()
+    return tf.ArceeForCausalLM(tf.ArceeConfig(**_DECODER)).to(dtype).eval()
 
 
 def alone(model: Any) -> Any:

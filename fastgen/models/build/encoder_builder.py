@@ -1,4 +1,4 @@
-"""Build an encoder's layers from the modules named in `models.specs.encoder_layouts`."""
+"""Build an encoder's layers from a live encoder's modules and its spec (`models.specs`)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,13 +9,13 @@ from torch import nn
 
 from fastgen.models.build.equivalence_check import OTHERWISE, Verdicts, outcome, verdicts_of
 from fastgen.models.build.introspection import NotFused, reading
-from fastgen.models.build.step_builder import Reader
+from fastgen.models.build.stack_reader import StackReader
 from fastgen.models.layers import linear, packed_weights
 from fastgen.models.layers.linear import Linear, Own, Product
 from fastgen.models.memory.scratch import memory_of
 from fastgen.models.runtime.encoder import Encoder, PositionBias, SentenceAttention
 from fastgen.models.runtime.native_step import encoded_together
-from fastgen.models.specs.decoder_layouts import Attention, Layout
+from fastgen.models.specs.model_spec import Attention, Stack
 from fastgen.models.state import state_of
 from fastgen.ops import native
 
@@ -36,28 +36,28 @@ def may_run_in_c(module: nn.Module) -> bool:
 
 
 def encoder_of(
-    module: nn.Module, layout: Layout, longest: int, of: nn.Module | None = None
+    module: nn.Module, spec: Stack, longest: int, of: nn.Module | None = None
 ) -> Encoder:
     """Build the layers of an encoder in evaluation mode.
 
     Args:
         module: The encoder, or the module that holds its layers.
-        layout: The names of its parts.
+        spec: The names of its parts.
         longest: Maximum number of positions per sentence.
         of: The encoder that `module` stands in for; None for `module` itself.
 
     Raises:
-        NotFused: The encoder differs from its layout.
+        NotFused: The encoder differs from its spec.
     """
     with reading("encoder"):
-        return _EncoderReader(module, layout, longest).encoder(of or module)
+        return _EncoderReader(module, spec, longest).encoder(of or module)
 
 
-class _EncoderReader(Reader):
+class _EncoderReader(StackReader):
     """Reads an encoder's parts; its linear layers use `ops.linear` without being routed."""
 
-    def __init__(self, module: nn.Module, layout: Layout, longest: int) -> None:
-        super().__init__(module, layout, longest)
+    def __init__(self, module: nn.Module, spec: Stack, longest: int) -> None:
+        super().__init__(module, spec, longest)
         if self.dtype not in DTYPES:
             raise NotFused(f"weights in {self.dtype}")
         self.routes = linear.reason_off(module) is None
@@ -65,8 +65,8 @@ class _EncoderReader(Reader):
         self.table: PositionBias | None = None
 
     def encoder(self, of: nn.Module) -> Encoder:
-        sublayers, first = self.stack()
-        embedding = self.embedding() if self.layout.tokens else None
+        sublayers, first = self.sublayers()
+        embedding = None if self.spec.embedding is None else self.embedding(self.spec.embedding)
         self.check_rest()
         at_once = encoded_together(sublayers, first is not None)
         if at_once is None:
@@ -88,7 +88,7 @@ class _EncoderReader(Reader):
             attention.parts, attention.heads, attention.dims, attention.scale, self.table
         )
 
-    def biased(self, module: Any, seen: str | None) -> None:
+    def score_bias(self, module: Any, names: Attention) -> None:
         """Record a module's position bias, which later layers without one share."""
         if getattr(module, "has_relative_attention_bias", False):
             self.read.add(module.relative_attention_bias)

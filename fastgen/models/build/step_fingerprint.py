@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastgen.models.layers.linear import Own, SideBySide
 from fastgen.models.layers.norm import Norm, OwnNorm, Times
-from fastgen.models.layers.positions import Bias, RotationTable
+from fastgen.models.layers.positions import Bias, InterleavedRotary, RotationTable
 from fastgen.models.runtime.decode_step import (
     DecoderStep,
     Embedding,
@@ -29,8 +29,8 @@ _MADE: dict[type, tuple[str, ...]] = {SideBySide: ("weight", "bias"), Bias: ("ta
 """Attributes that hold tensors derived from weights for the duration of a call."""
 
 _PARTS = (
-    DecoderStep, Embedding, FeedForward, Norm, OwnNorm, RotationTable, SourceAttention, Sublayer,
-    TextAttention, Times
+    DecoderStep, Embedding, FeedForward, InterleavedRotary, Norm, OwnNorm, RotationTable,
+    SourceAttention, Sublayer, TextAttention, Times,
 )  # fmt: skip
 _UNREAD: dict[type, tuple[str, ...]] = {
     DecoderStep: ("facts", "module", "together"),

@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fastgen.models.specs.model_spec import Head
+
 
 class _AwaitingBias(Tensor):
     """Fresh output of a head: a plain tensor except for `+` with one particular bias."""
@@ -27,25 +29,25 @@ class _AwaitingBias(Tensor):
 
 
 def head_and_handing_on(
-    model: nn.Module, names: tuple[str, str] | None
+    model: nn.Module, spec: Head
 ) -> tuple[nn.Module, Callable[[Tensor], Tensor]] | None:
     """Return a model's head and the function that marks its output for the in-place bias.
 
     Args:
         model: The model.
-        names: Names of the head, and of the buffer that only the model's own forward adds to its
+        spec: Names of the head, and of the buffer that only the model's own forward adds to its
             output.
 
     Returns:
         None where the model may do anything else with that output.
     """
     if (
-        names is None
+        spec.bias is None
         or not type(model).__module__.startswith("transformers.")
         or "forward" in model.__dict__
     ):
         return None
-    head, bias = model._modules.get(names[0]), model._buffers.get(names[1])
+    head, bias = model._modules.get(spec.projection), model._buffers.get(spec.bias)
     if head is None or bias is None or bias.dtype != torch.float32:
         return None
     is_zero = not bool(bias.any())

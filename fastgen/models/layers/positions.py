@@ -51,6 +51,23 @@ class RotationTable:
 
 
 @dataclass(frozen=True)
+class InterleavedRotary:
+    """A `Rotary` for pairs of adjacent channels, from one whose pairs are half the channels apart.
+
+    Attributes:
+        halves: Returns the angles of all pairs, twice.
+    """
+
+    halves: Rotary
+
+    def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cosine, sine = (
+            angles.chunk(2, -1)[0].repeat_interleave(2, -1) for angles in self.halves(x, positions)
+        )
+        return cosine, sine
+
+
+@dataclass(frozen=True)
 class Bias:
     """A bias of attention scores that depends on the position of the key.
 

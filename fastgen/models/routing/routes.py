@@ -16,7 +16,7 @@ from fastgen.models.layers import packed_weights as packed
 from fastgen.models.memory.scratch import memory_of
 from fastgen.models.routing import instance
 from fastgen.models.routing.instance import install, own_forwards, reason_compiled, restore
-from fastgen.models.specs.families import Family
+from fastgen.models.specs.model_spec import ModelSpec
 from fastgen.models.state import Kept, kept_of, state_of
 
 _lock = threading.RLock()
@@ -54,11 +54,11 @@ class routed:
 
     Args:
         model: The model.
-        family: Names the layers whose output has a single reader, which may overwrite it.
+        spec: Names the layers whose output has a single reader, which may overwrite it.
     """
 
-    def __init__(self, model: nn.Module, family: Family | None = None) -> None:
-        self._model, self._family = model, family
+    def __init__(self, model: nn.Module, spec: ModelSpec | None = None) -> None:
+        self._model, self._spec = model, spec
 
     def __enter__(self) -> int:
         at_end(self.restore)
@@ -84,7 +84,7 @@ class routed:
             route.compiled = reason_compiled(self._model, modules, route.touched)
             if is_first:
                 off = route.compiled or replaced()
-                forwards = {} if off else _forwards(self._model, modules, self._family)
+                forwards = {} if off else _forwards(self._model, modules, self._spec)
                 route.layers = [
                     module
                     for module, forward in forwards.items()
@@ -144,7 +144,7 @@ def why_compiled(model: nn.Module) -> str | None:
 
 
 def _forwards(
-    model: nn.Module, modules: list[nn.Module], family: Family | None
+    model: nn.Module, modules: list[nn.Module], spec: ModelSpec | None
 ) -> dict[nn.Module, Callable[..., Any]]:
     forwards: dict[nn.Module, Callable[..., Any]] = {}
     if norm.applies(model):
@@ -156,16 +156,14 @@ def _forwards(
     for layer, transposed in linear.layers(modules):
         packed.check(layer)
         forwards[layer] = linear.Linear(layer, transposed, memory)
-    if family is None or not any(
-        isinstance(forward, linear.Linear) for forward in forwards.values()
-    ):
+    if spec is None or not any(isinstance(forward, linear.Linear) for forward in forwards.values()):
         return forwards
-    for layer, function, kind in activation.pairs(modules, family.activated):
+    for layer, function, kind in activation.pairs(modules, spec.activated):
         before = forwards.get(layer)
         if isinstance(before, linear.Linear):
             before.handed_on = activation.hand_over
             forwards[function] = activation.Activation(function, kind)
-    head = head_bias.head_and_handing_on(model, family.output_bias)
+    head = head_bias.head_and_handing_on(model, spec.head)
     if head is not None and isinstance(before := forwards.get(head[0]), linear.Linear):
         before.handed_on = head[1]
     return forwards

@@ -290,6 +290,8 @@ class TextAttention:
         spread: Whether each key head is stored once per query head that reads it.
         neighbours: Whether the rotation pairs adjacent elements (GPT-J style).
         whole_norms: Whether the norms run over all heads together.
+        norms_rotated: Whether the norms come after the rotation.
+        rotates_fp32: Whether the rotation rounds queries and keys to fp32 first.
     """
 
     parts: Sequence[Product]
@@ -306,6 +308,8 @@ class TextAttention:
     spread: bool = False
     neighbours: bool = False
     whole_norms: bool = False
+    norms_rotated: bool = False
+    rotates_fp32: bool = False
 
     @property
     def key_heads(self) -> int:
@@ -319,22 +323,28 @@ class TextAttention:
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
         projected = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
         query, key, value = projected if len(projected) > 1 else self._split(projected[0])
-        if self.query_norm is not None and self.key_norm is not None:
+        if not self.norms_rotated:
             query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         if self.rotary is not None:
-            rotation = Rotation(*context.rotation(self.rotary, x), self.neighbours)
-            if isinstance(context, Context) and not self.spread and runs_kernels(query):
+            angles = context.rotation(self.rotary, x)
+            rotation = Rotation(*angles, self.neighbours, self.rotates_fp32)
+            plain = not (self.spread or self.norms_rotated)
+            if isinstance(context, Context) and plain and runs_kernels(query):
                 return context.self_attention(
                     layer, query, key, value, self.bias, self.scale, self.softcap, rotation
                 )
             query, key = rotated(query, rotation), rotated(key, rotation)
+        if self.norms_rotated:
+            query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         if self.spread:
             key, value = (
                 each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value)
             )
         return context.self_attention(layer, query, key, value, self.bias, self.scale, self.softcap)
 
-    def _normed(self, x: Tensor, of_heads: NormLike) -> Tensor:
+    def _normed(self, x: Tensor, of_heads: NormLike | None) -> Tensor:
+        if of_heads is None:
+            return x
         return of_heads(x.flatten(1))[0].view_as(x) if self.whole_norms else of_heads(x)[0]
 
     def _split(self, made: Tensor) -> Sequence[Tensor]:

@@ -42,7 +42,7 @@ def _is_mix_written(mix: Any) -> bool:
     if type(mix) is TextAttention:
         norms = [norm for norm in (mix.query_norm, mix.key_norm) if norm is not None]
         in_order = len(mix.parts) == 3 or (mix.blocks == 1 and not mix.values_first)
-        plainly = in_order and not mix.spread and mix.softcap is None
+        plainly = in_order and not (mix.spread or mix.norms_rotated) and mix.softcap is None
         return (
             plainly
             and len(norms) != 1

@@ -47,7 +47,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     (r"gradients are wanted", "call it under torch.no_grad()"),
     (r"is supported", "install a supported version; `fastgen doctor` says which"),
     (
-        r"is not proven yet|there is no record of",
+        r"is not proven yet|there is no spec of",
         "see docs/supported.md for the families; open an issue for yours",
     ),
 )

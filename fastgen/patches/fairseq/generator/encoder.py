@@ -19,7 +19,7 @@ from fastgen.models.build.equivalence_check import OTHERWISE, outcome, trial, ve
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers import linear
 from fastgen.models.runtime.encoder import Encoder, Sentences, arranged, pays, weights_of, whole
-from fastgen.models.specs.encoder_layouts import ENCODERS
+from fastgen.models.specs.encoder_decoder import FAIRSEQ_ENCODER
 from fastgen.patches.fairseq.generator.attention import Attending
 from fastgen.patches.generation_call import in_step
 
@@ -128,7 +128,7 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
         return None
     if not all(lengths):
         raise NotFused("a sentence of padding alone")
-    layers = encoder_of(_bare(encoder), ENCODERS["fairseq"], length, of=encoder)
+    layers = encoder_of(_bare(encoder), FAIRSEQ_ENCODER, length, of=encoder)
     if not saves and layers.together is None:
         return None
     proven = outcome(layers)

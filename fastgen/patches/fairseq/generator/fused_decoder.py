@@ -17,7 +17,7 @@ from fastgen.models.cuda_graphs.replay import Opened, Replay
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared, is_written, prepared
 from fastgen.models.runtime.ragged_step import Ragged, Span
-from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.models.specs.encoder_decoder import FAIRSEQ
 from fastgen.ops import native
 from fastgen.patches.fairseq.generator.attention import Layers
 
@@ -43,7 +43,7 @@ class FusedDecoder:
     def __init__(self, model: Any, layers: Layers, longest: int) -> None:
         if config.settings().step == "module":
             raise NotFused("FASTGEN_STEP=module")
-        self.step, self.layers = step_of(model, LAYOUTS["fairseq"], longest), layers
+        self.step, self.layers = step_of(model, FAIRSEQ, longest), layers
         modules: list[Any] = list(model.decoder.layers)
         self.text = [layers.of[layer.self_attn] for layer in modules]
         self.source = [

@@ -29,7 +29,7 @@ from fastgen.models.routing.routes import routed
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.early_exit import early_exit
 from fastgen.models.runtime.ragged_step import Span
-from fastgen.models.specs.families import family_of
+from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers import compat
@@ -164,7 +164,7 @@ def decode(call: Call, asked: DraftingRequest) -> Any:
         if assistant is None:
             sequences = bild.run()
         else:
-            with routed(assistant, family_of(assistant.config.model_type)):
+            with routed(assistant, spec_of(assistant.config)):
                 sequences = bild.run()
     if streamer is not None:
         streamer.end()
@@ -448,8 +448,8 @@ def inputs_of_small(asked: DraftingRequest) -> Mapping[str, Any]:
 
 
 def _check_small(model: Any) -> None:
-    family = family_of(model.config.model_type)
-    if family is not None and family.segments:
+    spec = spec_of(model.config)
+    if spec is not None and spec.generates_segments:
         raise ValueError(
             f"{type(model).__name__} has a generate of its own, "
             "which does not come to the decoding loop"

@@ -32,7 +32,7 @@ from fastgen.models.runtime.encoder import (
     weights_of,
     whole,
 )
-from fastgen.models.specs.encoder_layouts import ENCODERS
+from fastgen.models.specs.registry import ENCODERS
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import GenerationCall, current
 from fastgen.patches.transformers import compat

@@ -14,7 +14,8 @@ from fastgen.models.build.encoder_builder import encoder_of, may_run_in_c
 from fastgen.models.build.equivalence_check import outcome
 from fastgen.models.build.introspection import NotFused, is_toolkits, part_or_none
 from fastgen.models.runtime.encoder import Encoder, Sentences, pays, weights_of
-from fastgen.models.specs.encoder_layouts import ENCODERS
+from fastgen.models.specs.model_spec import Stack
+from fastgen.models.specs.registry import ENCODERS
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers.encoders.encoder import (
@@ -60,17 +61,18 @@ def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.device.type != "cpu":  # reading the mask would synchronise with the device
         return encoder
     # FSMT's encoder has no config.
-    layout = ENCODERS.get(getattr(getattr(encoder, "config", None), "model_type", None) or "")
-    parts = (layout.layers, layout.tokens) if layout is not None else ()
-    modules = [part_or_none(encoder, path) for path in parts if path]
-    return _Source(encoder) if len(modules) == 2 and None not in modules else encoder
+    spec = ENCODERS.get(getattr(getattr(encoder, "config", None), "model_type", None) or "")
+    if spec is None or spec.embedding is None:
+        return encoder
+    modules = [part_or_none(encoder, path) for path in (spec.layers, spec.embedding.tokens)]
+    return encoder if None in modules else _Source(encoder, spec)
 
 
 class _Source:
     """Stand-in for an encoder that runs its layers without padding, or the encoder itself."""
 
-    def __init__(self, encoder: Any) -> None:
-        self.encoder = encoder
+    def __init__(self, encoder: Any, spec: Stack) -> None:
+        self.encoder, self.spec = encoder, spec
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.encoder, name)
@@ -91,7 +93,7 @@ class _Source:
                 (),
                 {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT},
             )
-            hidden = _encode(self.encoder, ids, visible if padded else None)
+            hidden = _encode(self.encoder, self.spec, ids, visible if padded else None)
         except (NotFused, Slower) as reason:
             if padded:
                 engine.note_skipped(NAME, f"padding is encoded: {reason}")
@@ -100,11 +102,12 @@ class _Source:
         return BaseModelOutput(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
 
 
-def _encode(module: Any, ids: Tensor, visible: Tensor | None) -> Tensor:
+def _encode(module: Any, spec: Stack, ids: Tensor, visible: Tensor | None) -> Tensor:
     """Run an encoder over token ids without padding.
 
     Args:
         module: The encoder.
+        spec: Its spec, which has an embedding.
         ids: Token ids (B, S).
         visible: (B, S) bool, True for tokens; None if there is no padding.
 
@@ -115,17 +118,17 @@ def _encode(module: Any, ids: Tensor, visible: Tensor | None) -> Tensor:
         NotFused: The layers cannot run from the weights.
         Slower: The encoder's own forward is faster.
     """
-    layout, length = ENCODERS[module.config.model_type], ids.shape[1]
+    length = ids.shape[1]
     lengths = [length] * len(ids) if visible is None else lengths_of(visible)
     if not all(lengths):
         raise NotFused("a sentence of padding alone")
-    layers = getattr(module, layout.layers)
+    layers = getattr(module, spec.layers)
     # Halved, because the encoder's own forward already uses the fast matrix products.
-    weights = weights_of(getattr(module, layout.tokens).weight.shape[1]) // 2
+    weights = weights_of(module.get_input_embeddings().weight.shape[1]) // 2
     saves = pays(lengths, length, "none", weights, len(layers), routed=False)
     if not (saves or may_run_in_c(module)):
         raise Slower(LITTLE)
-    encoder = encoder_of(module, layout, length)
+    encoder = encoder_of(module, spec, length)
     if not saves and encoder.together is None:
         raise Slower(LITTLE)
     if visible is not None and encoder.biased and _is_parted(visible):

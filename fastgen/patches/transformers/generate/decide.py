@@ -19,8 +19,7 @@ from fastgen.models.cuda_graphs import graph, replay
 from fastgen.models.routing.routes import touched_of, why_compiled
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native_multistep_job import why_not_in_c
-from fastgen.models.specs.decoder_layouts import layout_of
-from fastgen.models.specs.families import Family, family_of
+from fastgen.models.specs.registry import spec_of
 from fastgen.models.state import Kept, kept_of
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of
@@ -205,12 +204,8 @@ MODULES_CANNOT = "the model's own modules compute attention by themselves"
 def has_own_attention(model: Any) -> bool:
     """Return whether a model's modules cannot resolve the placeholders of a shared cache."""
     return any(
-        family is not None and family.own_attention for family in map(_family, _configs(model))
+        spec is not None and not spec.attention_interface for spec in map(spec_of, _configs(model))
     )
-
-
-def _family(config: Any) -> Family | None:
-    return family_of(config.model_type)
 
 
 class SharedCacheRefusal(Kept):
@@ -264,9 +259,9 @@ def _check_source(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> None
     states = outputs[0] if outputs and model.config.is_encoder_decoder else None
     if not isinstance(states, Tensor) or states.dim() < 2:
         return
-    layout, (rows, length) = layout_of(model.config), states.shape[:2]
+    spec, (rows, length) = spec_of(model.config), states.shape[:2]
     fits = rows == len(input_ids)
-    if isinstance(mask, Tensor) and mask.dim() == 2 and layout is not None and layout.masks_source:
+    if isinstance(mask, Tensor) and mask.dim() == 2 and spec is not None and spec.masks_source:
         fits = fits and mask.shape == (rows, length)
     if not fits:
         raise Unsupported("encoder outputs of other rows or lengths than the text or the mask")
@@ -276,7 +271,7 @@ def check_model(model: Any) -> None:
     """Raise Unsupported if fastgen runs no call of this model, whatever its arguments."""
     if (reason := replaced()) is not None:
         raise Unsupported(reason)
-    if all(family_of(part.model_type) is None for part in _configs(model)):
+    if all(spec_of(part) is None for part in _configs(model)):
         raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
     if model.device.type == "meta":
         raise Unsupported("the model's first weights are offloaded")
@@ -326,8 +321,8 @@ def _reason_not_to_share(
     cache = compat.cache_of(kwargs)
     if (reason := _of_another_kind(cache)) is not None:
         return reason
-    layout, mask = layout_of(model.config), kwargs.get("attention_mask")
-    sources = model.config.is_encoder_decoder and (layout is None or layout.masks_source)
+    spec, mask = spec_of(model.config), kwargs.get("attention_mask")
+    sources = model.config.is_encoder_decoder and (spec is None or spec.masks_source)
     if sources and isinstance(mask, Tensor) and not bool(mask.any(-1).all()):
         return "a source of padding alone"
     if compat.is_user_provided(cache):

@@ -18,7 +18,7 @@ from fastgen.models.cuda_graphs.replay import Opened, Replay
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared, is_written, prepared
 from fastgen.models.runtime.ragged_step import Ragged, Span
-from fastgen.models.specs.decoder_layouts import layout_of
+from fastgen.models.specs.registry import spec_of
 from fastgen.ops import native
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache, parts_of
@@ -82,19 +82,17 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     ]
     if windows and longest > min(windows):
         raise NotFused("the text may outgrow the sliding window")
-    layout = layout_of(model.config)
-    if layout is None:
-        raise NotFused(f"there is no record of model type {model.config.model_type!r}")
-    if (layout.source is not None or layout.source_in_text) != bool(
-        model.config.is_encoder_decoder
-    ):
+    spec = spec_of(model.config)
+    if spec is None:
+        raise NotFused(f"there is no spec of model type {model.config.model_type!r}")
+    if spec.encoder_decoder != bool(model.config.is_encoder_decoder):
         raise NotFused("a decoder without its encoder")
     check_preparation(model)
     if (reason := not_known(model, model.config)) is not None:
         raise NotFused(reason)
-    if layout.source_in_text:
+    if spec.prefix_lm:
         longest += kwargs["encoder_outputs"][0].shape[1]
-    fused = step_of(model, layout, longest)
+    fused = step_of(model, spec, longest)
     if fused.tokens > 1 and method_of(generation_config) == "contrastive search":
         raise NotFused("contrastive search looks at tokens, and the head at what asks behind them")
     mask = kwargs.get("attention_mask")
@@ -124,10 +122,10 @@ def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) 
 
 def check_preparation(model: Any) -> None:
     """Raise NotFused if a model has its own code to prepare decode steps."""
-    layout = layout_of(model.config)
+    spec = spec_of(model.config)
     for name in compat.STEP_METHODS:
         method: Any = getattr(cast(Any, type(model)), name)
-        harmless = layout is not None and layout.own_inputs and is_toolkits(method)
+        harmless = spec is not None and spec.prepares_inputs and is_toolkits(method)
         if name in vars(model) or (compat.has_own(model, name) and not harmless):
             raise NotFused(f"{type(model).__name__} has its own {name}")
     if type(model).__call__ is not nn.Module.__call__:
@@ -166,18 +164,18 @@ class FusedDecoder:
         self.longest = self.prefix + cache.longest
         self.ready = bool(outcome(step))
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
-        layout = layout_of(model.config)
-        assert layout is not None  # as there is a step
+        spec = spec_of(model.config)
+        assert spec is not None  # as there is a step
         names = (
             ("decoder_attention_mask", "attention_mask")
             if self.encoder_decoder
             else ("attention_mask", "")
         )
         text, source = (kwargs.get(name) for name in names)
-        text = text if layout.masks_text else None
-        source = source if layout.masks_source else None
+        text = text if spec.masks_prompt else None
+        source = source if spec.masks_source else None
         positions = kwargs.get("position_ids")
-        if source is not None and layout.source_in_text:  # it may be padded on either side
+        if source is not None and spec.prefix_lm:  # it may be padded on either side
             text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
             source, positions = None, text.sum(1, keepdim=True)
         elif text is not None and text.shape[1] != self.prefix + 1:
@@ -188,7 +186,8 @@ class FusedDecoder:
         )
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         counted = None if text is None else text[:, : self.prefix].sum(1, keepdim=True)
-        self.first = self._first(counted if layout.counted or step.counts_padding else positions)
+        skips_padding = spec.decoder.positions.skips_padding or step.counts_padding
+        self.first = self._first(counted if skips_padding else positions)
         self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is needed
         self.hidden: Tensor | None = None
         replayed = graph.wanted(cache.text[0].keys) and not self.seeing
@@ -328,9 +327,9 @@ def source_mask(model: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> Te
     Args:
         kwargs: Arguments of the model's forward.
     """
-    mask, layout = kwargs.get("attention_mask"), layout_of(model.config)
-    assert layout is not None  # as there is a step
-    return None if mask is None or not layout.masks_source else _additive(mask, dtype)
+    mask, spec = kwargs.get("attention_mask"), spec_of(model.config)
+    assert spec is not None  # as there is a step
+    return None if mask is None or not spec.masks_source else _additive(mask, dtype)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -20,7 +20,7 @@ from fastgen.decoding.search.sampling import Sampling
 from fastgen.decoding.speculative.bild_options import Options
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.routing.routes import routed, withdraw
-from fastgen.models.specs.families import family_of
+from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import (
     GenerationCall,
@@ -107,7 +107,7 @@ def _as_asked(
 
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    family, drafting = family_of(getattr(self.config, "model_type", "")), call_of(self).drafting
+    spec, drafting = spec_of(self.config), call_of(self).drafting
     rows = rows_at_most(self, args, kwargs)
     resolves = kwargs.get("custom_generate") is None  # it interprets the options itself
     if drafting is None and _is_too_small(self, rows, kwargs):
@@ -122,7 +122,7 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
     with (
         engine.running("generate"),
         requesting(self, resolves_legacy_modes=resolves, skips_padding=skips),
-        routed(self, family) as layers,
+        routed(self, spec) as layers,
     ):
         if layers:
             engine.hit("transformers.generate")
@@ -303,7 +303,7 @@ def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
     """Run a beam search whose decode steps a small model drafts."""
     model = bild.drafted(call, asked)
     assistant = asked.options.small
-    with engine.running(model.plan), routed(assistant, family_of(assistant.config.model_type)):
+    with engine.running(model.plan), routed(assistant, spec_of(assistant.config)):
         decoding = _beam_search(call, model)
         try:
             logits = model.prefill()

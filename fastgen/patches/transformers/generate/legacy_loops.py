@@ -18,7 +18,7 @@ from fastgen.decoding.search.diverse_beam_search import DiverseBeamSearch
 from fastgen.decoding.search.hypothesis_pools import Hypothesis, Ranking
 from fastgen.decoding.search.pooled_beam_search import PooledBeams
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.specs.decoder_layouts import layout_of
+from fastgen.models.specs.registry import spec_of
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import parts_of
 from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
@@ -44,8 +44,8 @@ def widened(call: Call) -> Call:
         ValueError: The call has an unsupported option; the message names it.
     """
     config, cache = call.config, compat.cache_of(call.model_kwargs)
-    kind, layout = type(call.model).__name__, layout_of(call.model.config)
-    if layout is not None and layout.source_in_text:
+    kind, spec = type(call.model).__name__, spec_of(call.model.config)
+    if spec is not None and spec.prefix_lm:
         raise ValueError(f"contrastive search looks at hidden states, and a {kind} returns none")
     if cache is None or CACHE not in inspect.signature(call.model.forward).parameters:
         raise ValueError(

@@ -16,7 +16,7 @@ from fastgen.models.layers import linear
 from fastgen.models.memory import budget
 from fastgen.models.routing import routes
 from fastgen.models.runtime.early_exit import early_exit
-from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.models.specs.registry import spec_of
 from fastgen.ops import linear as linear_ops
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.status import readable
@@ -291,7 +291,7 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
     prompt, source = prepared.input_ids, 0
     if model.config.is_encoder_decoder:
         source = prepared.kwargs["encoder_outputs"][0].shape[1]
-        if (layout := LAYOUTS.get(model.config.model_type)) is not None and layout.source_in_text:
+        if (spec := spec_of(model.config)) is not None and spec.prefix_lm:
             source -= 1  # source and target are one text, whose start token does not run
     elif prepared.kwargs.get("inputs_embeds") is not None:
         prompt = prepared.kwargs["inputs_embeds"]

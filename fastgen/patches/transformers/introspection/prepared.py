@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.plan import Unsupported
 from fastgen.models.build.introspection import is_toolkits
-from fastgen.models.specs.families import family_of
+from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search
@@ -93,11 +93,11 @@ def generates_segments(bare: Any) -> bool:
 
     It must be transformers' code, and calls `GenerationMixin.generate` for each segment.
     """
-    family = family_of(bare.config.model_type)
+    spec = spec_of(bare.config)
     generate = cast(Any, type(bare)).generate
     return (
-        family is not None
-        and family.segments
+        spec is not None
+        and spec.generates_segments
         and generate is not _MIXIN.generate
         and is_toolkits(generate)
     )

@@ -14,8 +14,7 @@ from torch import Tensor
 from fastgen.context import isolated
 from fastgen.models.build.equivalence_check import agree
 from fastgen.models.routing.routes import routed
-from fastgen.models.specs.decoder_layouts import LAYOUTS, Layout, layout_of
-from fastgen.models.specs.families import family_of
+from fastgen.models.specs.registry import SPECS, spec_of
 from fastgen.ops.selection.token_scores import token_scores
 from fastgen.patches.engine import engine
 
@@ -112,7 +111,7 @@ def score(
 
 
 def _accelerated(model: Any, run: Callable[[], None]) -> None:
-    with engine.running("score"), routed(model, family_of(model.config.model_type)):
+    with engine.running("score"), routed(model, spec_of(model.config)):
         run()
 
 
@@ -249,7 +248,7 @@ class _Head:
 
     def __init__(self, model: Any) -> None:
         self.model: Any = model
-        self.layout: Layout | None = layout_of(model.config)
+        self.spec = spec_of(model.config)
         self.proven = False
 
     def hidden(self, **inputs: Tensor) -> Tensor:
@@ -280,12 +279,12 @@ class _Head:
         return torch.cat([token_scores(self._logits(hidden[part]), tokens[part]) for part in parts])
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        model, layout = self.model, self.layout
-        assert layout is not None
-        scale, softcap = layout.scale(model), layout.softcap(model)
+        model, spec = self.model, self.spec
+        assert spec is not None
+        scale, softcap = spec.head.scale(model), spec.head.softcap(model)
         logits = model.get_output_embeddings()(hidden if scale == 1.0 else hidden * scale)
-        if layout.bias is not None:
-            logits = logits + getattr(model, layout.bias)
+        if spec.head.bias is not None:
+            logits = logits + getattr(model, spec.head.bias)
         return logits if softcap is None else (logits / softcap).tanh() * softcap
 
     def _prove(self, inputs: dict[str, Tensor]) -> None:
@@ -295,8 +294,8 @@ class _Head:
             ValueError: They differ, or the model family is unknown.
         """
         model = self.model
-        if self.layout is None or self.layout.mask is not None:
-            known = sorted(name for name, layout in LAYOUTS.items() if layout.mask is None)
+        if self.spec is None or self.spec.mask_token is not None:
+            known = sorted(name for name, spec in SPECS.items() if spec.mask_token is None)
             raise ValueError(
                 f"model type {model.config.model_type!r} is none of {', '.join(known)}"
             )

@@ -24,7 +24,7 @@ from fastgen.decoding.batching.continuous_batching import (
 from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.routing.routes import routed
-from fastgen.models.specs.families import family_of
+from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room
 from fastgen.patches.generation_call import requesting
@@ -105,8 +105,8 @@ class Refill:
             self.refused = _reason_not_to_refill(self.model, self.config, self.kwargs)
         if not disabled and self.refused is None:
             try:
-                family = family_of(getattr(self.model.config, "model_type", ""))
-                with engine.running("generate_stream"), routed(self.model, family), torch.no_grad():
+                spec = spec_of(self.model.config)
+                with engine.running("generate_stream"), routed(self.model, spec), torch.no_grad():
                     self._side_by_side(take, begun, done)
             except engine.DisabledMeanwhile:
                 pass

@@ -22,7 +22,7 @@ from fastgen import config
 from fastgen.decoding.speculative.adaptive_drafting import Pace, pace_of
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.ragged_step import Span
-from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.models.specs.registry import SPECS
 from fastgen.patches.transformers.bild import bild as transformers_bild
 from fastgen.patches.transformers.bild.bild import BildDecoderOnlyOutput, BildEncoderDecoderOutput
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
@@ -31,7 +31,7 @@ from tests.support import zoo
 from tests.support.bild_oracle import Scores, bild
 from tests.support.parity import counts
 
-FAMILIES = sorted(name for name in set(LAYOUTS) & set(zoo.FAMILIES) if LAYOUTS[name].mask is None)
+FAMILIES = sorted(name for name in zoo.FAMILIES if SPECS[name].mask_token is None)
 ENDS = [zoo.EOS, 7, 9, 30]
 NEW = 14
 

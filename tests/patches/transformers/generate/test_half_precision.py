@@ -1,6 +1,5 @@
 """Check rounding in half precision: fastgen is as close to fp32 as transformers is."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import fastgen
 from fastgen.models.build import equivalence_check
 from fastgen.models.build.equivalence_check import OTHERWISE, TOLERANCE, Tried, by_modules, tried
-from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.models.specs.registry import SPECS
 from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
 
@@ -112,7 +111,7 @@ def test_another_computation_is_found_out(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This shifts the positions by two rows.
-    monkeypatch.setitem(LAYOUTS, "bart", replace(LAYOUTS["bart"], first=lambda _: 0))
+    monkeypatch.setitem(SPECS, "bart", zoo.misplaced("bart", 0))
     model = zoo.build("bart", dtype)
     for _ in range(2):
         assert _left_off(model) == [by_modules(OTHERWISE)]

@@ -15,7 +15,7 @@ from transformers.models.fsmt.modeling_fsmt import SinusoidalPositionalEmbedding
 
 import fastgen
 from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
-from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.models.specs.registry import SPECS
 from fastgen.patches.transformers.generate.decide import MODULES_CANNOT, not_shared
 from fastgen.patches.transformers.generate.report import CallReport, last_call
 from tests.patches.transformers.bild.test_bild_transformers import generated, greedy, pair
@@ -86,15 +86,14 @@ def test_weights_may_change_between_calls(name: str) -> None:
     kwargs = (
         _inputs(name, model, torch.float64) | BEAMS | {"max_new_tokens": 10, "min_new_tokens": 10}
     )
-    layout = LAYOUTS[model.config.model_type]
-    decoder = model.get_submodule(layout.decoder)
-    layer = getattr(decoder, layout.layers)[1]
+    spec = SPECS[model.config.model_type].decoder
+    decoder, attention = model.get_submodule(spec.path), spec.self_attention
+    layer = getattr(decoder, spec.layers)[1]
+    query = layer.get_submodule(f"{attention.module}.{attention.qkv[0]}")
     changes: list[Callable[[], object]] = [
-        lambda: layer.get_submodule(
-            f"{layout.text.module}.{layout.text.parts[0]}"
-        ).weight.data.neg_(),
-        lambda: layer.get_submodule(layout.narrow).weight.data.mul_(-2.0),
-        lambda: getattr(decoder, layout.tokens).weight.data.mul_(-1.0),
+        lambda: query.weight.data.neg_(),
+        lambda: layer.get_submodule(spec.mlp.down).weight.data.mul_(-2.0),
+        lambda: getattr(decoder, spec.embedding.tokens).weight.data.mul_(-1.0),
     ]
     for change in changes:
         before = model.generate(**kwargs, **FIELDS)

@@ -19,7 +19,7 @@ from transformers.generation import logits_process, utils
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import fastgen
-from fastgen.models.specs.families import FAMILIES
+from fastgen.models.specs.registry import SPECS
 from fastgen.patches.transformers.compat import CACHE
 from tests.support import zoo
 from tests.support.parity import assert_same, assert_same_but_for_ties, call, fallbacks, hits
@@ -34,7 +34,7 @@ def _inputs(family: str, model: Any, sentences: int = 4, length: int = 11) -> di
 
 def test_every_family_has_a_model() -> None:
     families = zoo.FAMILIES | zoo.STREAMS | zoo.SPEECH
-    assert set(families) | {zoo.build(name).config.model_type for name in zoo.MORE} == set(FAMILIES)
+    assert set(families) | {zoo.build(name).config.model_type for name in zoo.MORE} == set(SPECS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -1,6 +1,5 @@
 """Check ProphetNet: fused steps run two of its streams; its own attention shares no cache."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import fastgen
 from fastgen import config
 from fastgen.models.build import equivalence_check
 from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
-from fastgen.models.specs.decoder_layouts import LAYOUTS
+from fastgen.models.specs.registry import SPECS
 from fastgen.patches.transformers.generate.decide import MODULES_CANNOT, not_shared
 from fastgen.patches.transformers.generate.report import CallReport, last_call
 from tests.support import zoo
@@ -192,7 +191,7 @@ def test_without_steps_from_the_weights_nothing_is_shared(monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("exact")
 def test_another_decoder_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step detects it: this call goes on with transformers' cache, later ones use it."""
-    monkeypatch.setitem(LAYOUTS, "prophetnet", replace(LAYOUTS["prophetnet"], first=lambda _: 2))
+    monkeypatch.setitem(SPECS, "prophetnet", zoo.misplaced("prophetnet", 2))
     model = zoo.build("prophetnet")
     kwargs = _batch(model) | FIELDS | {"num_beams": 3, "max_new_tokens": 9}
     assert fastgen.explain(model, **kwargs).plan.shared

@@ -376,7 +376,7 @@ def test_a_config_without_a_vocabulary_s_size(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unproven_models_are_left_alone() -> None:
-    model, reason = zoo.unproven(), "model type 'gpt_bigcode' is not proven yet"
+    model, reason = zoo.unproven(), "model type 'arcee' is not proven yet"
     before = fallbacks().get(reason, 0)
     assert (
         assert_same(model, zoo.batch(model, 2, 9) | {"num_beams": 2, "max_new_tokens": 6}).error

@@ -417,29 +417,9 @@ def test_it_reads_and_is_plain_data() -> None:
     assert json.loads(json.dumps(explanation.to_dict()))["plan"]["beams"] == 4
 
 
-def _seeing() -> Any:
-    """Return a model of a proven text family with image input, four tokens per image."""
-    text = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    vision = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    return tf.LlavaForConditionalGeneration(
-        tf.LlavaConfig(
-            vision_config=tf.CLIPVisionConfig(**vision, image_size=8, patch_size=4),
-            text_config=tf.LlamaConfig(
-                **text, num_attention_heads=2, pad_token_id=0, eos_token_id=2, bos_token_id=1
-            ),
-            image_token_index=95,
-        )
-    ).eval()
-
-
 def test_images() -> None:
     """The call runs as explained, with equal output."""
-    model = _seeing()
+    model = zoo.seeing()
     kwargs: dict[str, Any] = {
         "input_ids": torch.tensor([[1, 5, 95, 95, 95, 95, 7, 8]]),
         "pixel_values": torch.randn(1, 3, 8, 8), "max_new_tokens": 4, "min_new_tokens": 4,
@@ -461,7 +441,7 @@ def test_images() -> None:
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
 def test_images_do_not_leave(options: dict[str, Any]) -> None:
     """Sentences with several images end at different times; image inputs stay uncut."""
-    model, image = _seeing(), [95] * 4
+    model, image = zoo.seeing(), [95] * 4
     short, long = [1, 5, *image, 7, 8, 9, 10], [1, *image, *image, 6]
     kwargs: dict[str, Any] = {
         "input_ids": torch.tensor([short, long, long]), "pixel_values": torch.randn(5, 3, 8, 8),

@@ -1,0 +1,444 @@
+"""Read the parts of a stack of transformer layers that a spec names (`models.specs`).
+
+A stack may contain only what its spec names. With anything else, such as an adapter, a hook, a part
+added by a later release, or training mode, it runs through its own forward.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.models.build.introspection import (
+    NotFused,
+    at,
+    check_unread,
+    is_there,
+    name_of,
+    part_or_none,
+)
+from fastgen.models.layers import activation
+from fastgen.models.layers.linear import Product, is_linear, product, products
+from fastgen.models.layers.norm import Norm, NormLike, OwnNorm, Times, rms_norm, unnormed
+from fastgen.models.layers.positions import Bias, InterleavedRotary, Rotary, RotationTable
+from fastgen.models.routing.instance import is_toolkits
+from fastgen.models.runtime.decode_step import (
+    Embedding,
+    FeedForward,
+    SourceAttention,
+    Sublayer,
+    TextAttention,
+)
+from fastgen.models.runtime.prophetnet import StreamAttention, StreamEmbedding
+from fastgen.models.specs.model_spec import Attention, Mlp, Stack
+from fastgen.models.specs.model_spec import Embedding as EmbeddingSpec
+from fastgen.models.specs.model_spec import Rotary as RotarySpec
+
+
+class _Part(NamedTuple):
+    """The parts of a sublayer.
+
+    Attributes:
+        layer: Index of the layer.
+        mix: Attention or feed-forward, without the output projection.
+        out: The output projection.
+        own: The norm of the output, before the residual sum; None for none.
+        norm: The sublayer's norm.
+    """
+
+    layer: int
+    mix: Callable[[Tensor, int, Any], Tensor]
+    out: Product
+    own: NormLike | None
+    norm: NormLike
+
+
+class StackReader:
+    """Reads the parts of a stack that a spec names, and checks that nothing else is left.
+
+    Args:
+        model: The model, or the stack itself.
+        spec: The names of the stack's parts.
+        longest: Maximum number of tokens of a text.
+    """
+
+    def __init__(self, model: Any, spec: Stack, longest: int) -> None:
+        self.model, self.spec, self.longest = model, spec, longest
+        self.stack = at(model, spec.path)
+        self.layers: list[Any] = list(at(self.stack, spec.layers).children())
+        like = (
+            next(self.stack.parameters())
+            if spec.embedding is None
+            else at(self.stack, spec.embedding.tokens).weight
+        )
+        self.dtype: torch.dtype = like.dtype
+        self.device: str = like.device.type
+        self.read: set[nn.Module] = set()
+        config = repr(vars(model.config)) if hasattr(model, "config") else ""
+        self.facts: list[object] = [config, self.dtype, self.device]
+        alibi = spec.positions.alibi
+        self.bias: Bias | None = None if alibi is None else self.alibi(alibi)
+        self.windows: list[Bias] = []
+        self.tables: list[RotationTable] = []
+        self.rotations: dict[str | None, Rotary] = {}
+        self.buckets: tuple[tuple[int, int], Tensor] | None = None
+
+    def check_rest(self, *paths: str) -> None:
+        """Raise `NotFused` where the stack, or a part at one of the paths, was not read."""
+        check_unread(self.model, [self.spec.path, *paths], self.read, self.spec.runs_hooks)
+
+    def sublayers(self) -> tuple[list[Sublayer], NormLike | None]:
+        """Return all sublayers; for pre-norm layers, also the norm before the first one."""
+        spec = self.spec
+        if not self.layers:
+            raise NotFused("its decoder has no layers")
+        pre_norm, parallel = self.flag(spec.pre_norm), self.flag(spec.parallel)
+        parts = [
+            part for index, layer in enumerate(self.layers) for part in self.parts_of(index, layer)
+        ]
+        norms_of, last = (
+            [part.norm for part in parts],
+            self.norm(self.stack._modules.get(spec.final_norm)),
+        )
+        if not pre_norm and last is not None:
+            raise NotFused("its decoder has a last norm beside those of its layers")
+        behind = [*norms_of[1:], last or unnormed] if pre_norm else norms_of
+        if torch.is_autocast_enabled(self.device):
+            raise NotFused("autocast chooses the types")
+        if torch.is_grad_enabled():
+            raise NotFused("gradients are wanted")
+        self.facts += (pre_norm, parallel)
+        sublayers = [
+            Sublayer(
+                part.layer,
+                part.mix,
+                part.out,
+                norm,
+                part.own,
+                parallel and type(part.mix) is TextAttention,
+            )
+            for part, norm in zip(parts, behind, strict=True)
+        ]
+        return sublayers, norms_of[0] if pre_norm else None
+
+    def flag(self, flag: bool | str) -> bool:
+        """Return a flag, which the spec states itself or as the name of a layer attribute."""
+        if not isinstance(flag, str):
+            return flag
+        values = [bool(getattr(layer, flag)) for layer in self.layers]
+        if len(set(values)) > 1:
+            raise NotFused(f"{flag} of its layers is {values}")
+        return values[0]
+
+    def check_layers(self) -> None:
+        """Raise `NotFused` where a layer has an option that no decode step implements."""
+        for layer in self.layers:
+            for path in self.spec.unsupported:
+                where, _, name = path.rpartition(".")
+                value = getattr(at(layer, where) if where else layer, name)
+                if value:
+                    raise NotFused(f"{name} of its layers is {value}")
+        if (count := self.spec.positions.count) is not None:
+            self.check_positions(getattr(self.model.config, count))
+
+    def check_positions(self, count: int) -> None:
+        if self.longest > count:
+            raise NotFused(f"a text of up to {self.longest} tokens, positions for {count}")
+
+    def parts_of(self, index: int, layer: Any) -> list[_Part]:
+        spec, parts = self.spec, list[_Part]()
+        for names, read in (
+            (spec.self_attention, self.self_attention),
+            (spec.cross_attention, self.cross_attention),
+        ):
+            if names is None or ("." not in names.module and getattr(layer, names.module) is None):
+                continue  # fairseq's language models set absent parts to None
+            module = at(layer, names.module)
+            inner = at(module, names.inner)
+            if getattr(inner, "layer_idx", getattr(inner, "layer_id", index)) not in (index, None):
+                raise NotFused("its layers number their keys and values in another order")
+            attend: Any = read(module, names)
+            out = self.product(at(module, names.out))
+            post_norm = self.post_norm(layer, names.post_norm)
+            parts.append(_Part(index, attend, out, post_norm, self.norm_at(layer, names.norm)))
+        mlp = spec.mlp
+        out = self.product(at(layer, mlp.down))
+        post_norm = self.post_norm(layer, mlp.post_norm)
+        norm = self.norm_at(layer, mlp.norm)
+        parts.append(_Part(index, self.feed_forward(layer, mlp), out, post_norm, norm))
+        return parts
+
+    def feed_forward(self, layer: Any, mlp: Mlp) -> FeedForward:
+        up, gate = mlp.up, mlp.gate
+        if mlp.ungated is not None and is_there(layer, mlp.ungated):
+            up, gate = mlp.ungated, None
+        return FeedForward(
+            self.product(at(layer, gate or up)),
+            self.activation(at(layer, mlp.activation)),
+            None if gate in (None, up) else self.product(at(layer, up)),
+            halves=gate == up,
+        )
+
+    def norm_at(self, layer: Any, path: str) -> NormLike:
+        return self.norm(at(layer, path)) if path else unnormed
+
+    def post_norm(self, layer: Any, path: str | None) -> NormLike | None:
+        if self.spec.residual_multiplier is not None:
+            factor = float(getattr(layer, self.spec.residual_multiplier))
+            self.facts.append(factor)
+            return Times(factor)
+        return None if path is None else self.norm(at(layer, path))
+
+    def self_attention(self, module: Any, names: Attention) -> Any:
+        inner = at(module, names.inner)
+        dims = getattr(inner, names.head_dim)
+        qkv = [at(module, name) for name in names.qkv]
+        # The input of the output projection has H * D channels, however the others are fused.
+        out = at(module, names.out)
+        heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
+        if getattr(module, "reorder_and_upcast_attn", False) or getattr(
+            module, "is_cross_attention", False
+        ):
+            raise NotFused("attention in a precision or form of its own")
+        functions = vars(sys.modules[type(module).__module__])
+        for name in _FUNCTIONS:
+            if name in functions and not is_toolkits(functions[name]):
+                raise NotFused(f"a function {name} of its own")
+            self.facts.append(functions.get(name))
+        query_norm, key_norm = (self.norm(module._modules.get(name)) for name in names.qk_norm)
+        scale = float(names.scale(inner))
+        softcap = None if names.softcap is None else getattr(module, names.softcap)
+        groups = names.qkv_groups(module)
+        repeats_kv = names.repeats_kv is not None and bool(getattr(module, names.repeats_kv))
+        self.facts += (dims, scale, softcap, groups, repeats_kv)
+        if names.relative_positions is not None:
+            return StreamAttention(
+                tuple(map(self.product, qkv)), heads, dims, scale,
+                nearness=self.product(at(module, names.relative_positions)),
+                buckets=self.distance_buckets(module),
+            )  # fmt: skip
+        return TextAttention(
+            self.products(qkv), heads, dims, scale, query_norm, key_norm,
+            self.score_bias(module, names), self.rotary(module, names.rotary), softcap, groups,
+            names.values_first, repeats_kv, names.rotary.interleaved, names.norms_all_heads,
+            names.norms_rotated, names.rotary.fp32,
+        )  # fmt: skip
+
+    def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:
+        """Return the products of linear layers that read the same input."""
+        for module in modules:
+            self.product(module)
+        return products(modules)
+
+    def cross_attention(self, module: Any, names: Attention) -> SourceAttention:
+        dims, query = getattr(module, names.head_dim), at(module, names.qkv[0])
+        makers = [at(module, name) for name in names.qkv[1:]]
+        self.read.update(makers)
+        plain = all(is_linear(maker) and maker.weight.dtype == self.dtype for maker in makers)
+        scale = float(names.scale(module))
+        self.facts += (dims, scale)
+        return SourceAttention(
+            self.product(query), query.out_features // dims, dims, scale,
+            (product(makers[0]), product(makers[1])) if plain and len(makers) == 2 else None,
+        )  # fmt: skip
+
+    def distance_buckets(self, module: Any) -> Tensor:
+        """Return the bucket of each distance, (L,) int64, by the toolkit's own function."""
+        limits = module.num_buckets, module.relative_max_distance
+        self.facts += limits
+        if self.buckets is None:
+            find = vars(sys.modules[type(module).__module__])["compute_relative_buckets"]
+            device = module.out_proj.weight.device
+            self.buckets = (
+                limits,
+                find(
+                    *limits, -torch.arange(self.longest + 1, device=device, dtype=torch.int64)
+                ).long(),
+            )
+        if self.buckets[0] != limits:
+            raise NotFused(f"buckets of distances of its layers is {[self.buckets[0], limits]}")
+        return self.buckets[1]
+
+    def score_bias(self, module: Any, names: Attention) -> Bias | None:
+        """Return a module's own bias of scores, else that of an earlier layer or of the stack."""
+        if names.causal_mask is not None:
+            return self.window(getattr(module, names.causal_mask))
+        if getattr(module, "has_relative_attention_bias", False):
+            if self.dtype == torch.float16:
+                raise NotFused("float16, in which its sums are clamped")
+            self.read.add(module.relative_attention_bias)
+            self.bias = Bias(functools.partial(_by_distance, module, self.longest))
+        return self.bias
+
+    def alibi(self, make: Callable[[Any, int], Tensor]) -> Bias:
+        by_key = self.spec.positions.alibi_by_key
+        return Bias(functools.partial(make, self.stack, self.longest), by_key)
+
+    def window(self, visible: Tensor) -> Bias | None:
+        """Return the bias that limits attention to the window of the longest text's last token.
+
+        Args:
+            visible: (1, 1, P, P) bool, True where visible.
+
+        Returns:
+            An additive bias by distance, shared by layers with the same window; None for no window.
+        """
+        # Beyond the table there are no positions for tokens either.
+        last = min(self.longest, visible.shape[2]) - 1
+        visible = visible[0, 0, last : last + 1, : last + 1].flip(1)
+        if bool(visible.all()):
+            return None
+        table = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(
+            ~visible, -torch.inf
+        )
+        known = next((bias for bias in self.windows if torch.equal(bias.table, table)), None)
+        if known is None:
+            known = Bias(lambda: table)
+            self.windows.append(known)
+        return known
+
+    def product(self, module: Any) -> Product:
+        if not is_linear(module):
+            raise NotFused(f"a {name_of(module)} in place of a linear layer")
+        if type(module.weight) is not nn.Parameter:
+            raise NotFused(f"a weight that is a {type(module.weight).__name__}")
+        if module.weight.is_meta:
+            raise NotFused("weights that are offloaded")
+        if module.weight.dtype != self.dtype:
+            raise NotFused(f"weights in {module.weight.dtype} beside others in {self.dtype}")
+        self.read.add(module)
+        return product(module)
+
+    def norm(self, module: Any) -> Any:
+        if module is None:
+            return None
+        self.read.add(module)
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise NotFused("weights that are offloaded")
+        if type(module) is nn.LayerNorm:
+            self.facts.append(module.eps)
+            return Norm(module.weight, module.bias, module.eps)
+        if type(module).__name__ in _OWN_NORMS:
+            self.facts.append(getattr(module, "variance_epsilon", None))
+            return OwnNorm(module)
+        rms = rms_norm(module)
+        if rms is None:
+            raise NotFused(f"a {name_of(module)} in place of a norm")
+        self.facts += (rms.eps, rms.offset)
+        if self.dtype == torch.float64:  # toolkit norms compute float64 in float32
+            return OwnNorm(module)
+        return Norm(module.weight, None, rms.eps, rms=True, offset=rms.offset)
+
+    def activation(self, function: Any) -> str:
+        if isinstance(function, nn.Module):
+            self.read.update(function.modules())
+        kind = activation.kind(function)
+        if kind is None:
+            raise NotFused(
+                f"an activation function {getattr(function, '__name__', None) or name_of(function)}"
+            )
+        self.facts.append(kind)
+        return kind
+
+    def embedding(self, spec: EmbeddingSpec) -> Embedding:
+        stack, tokens = self.stack, at(self.stack, spec.tokens)
+        if not isinstance(tokens, nn.Embedding) or tokens.max_norm is not None:
+            raise NotFused(f"a {name_of(tokens)} in place of an embedding")
+        self.read.add(tokens)
+        name = spec.scale
+        scale = 1.0 if spec.norms_tokens else getattr(tokens, name, getattr(stack, name, 1.0))
+        scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
+        normed = self.norm(part_or_none(stack, spec.norm))
+        self.facts.append(scale)
+        places = self.spec.positions
+        positions = part_or_none(stack, places.table)
+        if positions is None:
+            return Embedding(tokens.weight, scale, norm=normed, norm_tokens=spec.norms_tokens)
+        self.read.add(positions)
+        arguments = inspect.signature(type(positions).forward).parameters
+        if places.length_arguments and not set(places.length_arguments) & set(arguments):
+            raise NotFused("positions that do not count the tokens before")
+        table: Tensor = positions.weights if hasattr(positions, "weights") else positions.weight
+        first = places.first_row(positions)
+        self.check_positions(table.shape[0] - first)
+        if table.dtype != tokens.weight.dtype or table.device != tokens.weight.device:
+            raise NotFused(f"positions in {table.dtype} on {table.device}")
+        padding = None if places.padding is None else positions.padding_idx
+        row = None if places.padding == "previous" else padding or 0
+        self.facts += (first, padding, row)
+        if spec.token_types is not None:
+            types = at(stack, spec.token_types)
+            self.read.add(types)
+            table = table + types.weight[spec.token_type(self.model)]
+        if spec.streams is not None:
+            streams = at(stack, spec.streams)
+            self.read.add(streams)
+            if positions.padding_idx != 0:
+                raise NotFused(f"streams whose positions begin at {first}")
+            # The first predicting stream takes the embedding before the first row: the last row.
+            return StreamEmbedding(
+                tokens.weight, scale, table, first, norm=normed, stream=streams.weight[-1]
+            )
+        return Embedding(
+            tokens.weight, scale, table, first, padding, row, normed, spec.norms_tokens
+        )
+
+    def rotary(self, attention: Any, spec: RotarySpec) -> Rotary | None:
+        """Return the rotary embedding of an attention module; None for none."""
+        module: Any = self.stack._modules.get(spec.module)
+        if module is not None:
+            self.read.add(module)
+        if spec.table is not None:
+            # Since transformers 5.24 one rotary module serves all layers.
+            table: Tensor = getattr(attention if module is None else module, spec.table)
+            self.check_positions(table.shape[0])
+            return self.rotation_table(table[: self.longest])
+        if module is None or self.spec.positions.alibi is not None:  # Falcon has both, uses ALiBi
+            return None
+        rope = getattr(module, "rope_type", None)
+        kinds: list[str | None] = list(rope.values()) if isinstance(rope, dict) else [rope]
+        if any(name in ("dynamic", "longrope") for name in kinds):
+            raise NotFused(
+                f"rotary positions of type {rope!r}, which change with the length of the text"
+            )
+        applies, which = (
+            spec.applies(attention),
+            None if spec.kind is None else getattr(attention, spec.kind),
+        )
+        self.facts += (type(module), which, applies)
+        if not applies:
+            return None
+        if which not in self.rotations:
+            rotary = module if which is None else functools.partial(module, layer_type=which)
+            self.rotations[which] = InterleavedRotary(rotary) if spec.halves else rotary
+        return self.rotations[which]
+
+    def rotation_table(self, table: Tensor) -> Rotary:
+        """Return one object for all layers with equal tables, so that a step looks it up once."""
+        known = next((r for r in self.tables if torch.equal(r.table, table)), None)
+        if known is None:
+            known = RotationTable(table)
+            self.tables.append(known)
+        return known
+
+
+_FUNCTIONS = (
+    "apply_rotary_pos_emb",
+    "eager_attention_forward",
+    "build_alibi_tensor",
+    "build_mpt_alibi_tensor",
+)
+"""Functions of a model's file that a step reimplements, or calls while it is built."""
+
+
+_OWN_NORMS = ("CohereLayerNorm", "Cohere2LayerNorm", "OlmoLayerNorm")
+"""Transformers norms that are neither LayerNorm nor RMSNorm; their own forward runs."""
+
+
+def _by_distance(attention: Any, longest: int) -> Tensor:
+    """Return the bias (H, L) of T5's attention for keys at distances 0 to L - 1."""
+    return attention.compute_bias(1, longest, past_seen_tokens=longest - 1)[0, :, 0].flip(1)
