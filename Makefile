@@ -32,9 +32,9 @@ OLDEST_DIR = $(abspath $(VENV)/oldest)
 NEWEST_DIR = $(abspath $(VENV)/newest)
 READY := $(if $(ENV_READY),,$(VENV)/.ready)
 OLDEST_READY := $(if $(ENV_READY),,$(OLDEST_DIR)/.ready-$(OLDEST))
-# Tests that no toolkit's version can change, or only by what others test, and that take long.
-NO_TOOLKIT := $(foreach name,architecture bench bild bild_tools compiled corpus_* docs doctor draw examples fairseq* graphs in_c kernel* measure native native_search ops paper peak ray serve* site,\
-  --ignore-glob='*/test_$(name).py')
+# Tests whose result depends on the release of transformers; those of graphs and C take long and test the same code.
+OF_TRANSFORMERS := tests/models tests/patches/transformers tests/unilm \
+  --ignore=tests/models/test_graphs.py --ignore=tests/models/test_in_c.py
 SANITIZED = build/sanitized
 # libstdc++ too: AddressSanitizer looks for its __cxa_throw when the process starts.
 SANITIZE = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
@@ -59,7 +59,7 @@ test: $(READY)  ## a sample of the tests that covers every area (about 15 minute
 test-all: $(READY) $(OLDEST_READY)  ## all tests, with each value of each parameter, then a sample on the oldest transformers
 	$(RUN) -m pytest -m "not combination" $(PYTEST)
 	@if [ -d $(OLDEST_DIR) ]; then export PYTHONPATH=$(OLDEST_DIR) EXPECT_TRANSFORMERS=$(OLDEST); set -x; \
-	  $(RUN) -m pytest -m "not slow" $(PYTEST) $(NO_TOOLKIT); \
+	  $(RUN) -m pytest -m "not slow" $(PYTEST) $(OF_TRANSFORMERS); \
 	else echo "not tested on transformers $(OLDEST): $(OLDEST_DIR) is missing and ENV_READY=1 says to install nothing"; fi
 
 test-every: $(READY)  ## all tests with every combination of their parameters (over an hour on 2 cores)
@@ -71,7 +71,7 @@ newest: $(READY)  ## the tests that touch transformers, on the newest release or
 	$(if $(WITH),$(PY) -m pip install --quiet --target $(NEWEST_DIR) $(foreach package,$(WITH),'$(package)'))
 	@version=$$($(RUN) -m tests.newest $(NEWEST_DIR)) || exit; \
 	export PYTHONPATH=$(NEWEST_DIR) EXPECT_TRANSFORMERS=$$version; set -x; \
-	$(RUN) -m pytest $(PYTEST) $(NO_TOOLKIT)
+	$(RUN) -m pytest $(PYTEST) $(OF_TRANSFORMERS)
 
 cuda: $(READY)
 	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device")'
