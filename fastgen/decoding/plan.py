@@ -62,7 +62,7 @@ class Plan:
         costly = [
             note
             for note in self.left_off
-            if note.startswith(_COSTLY) and "does not pay" not in note
+            if note.startswith(_COSTLY) and "too few to gain" not in note
         ]
         return [
             *costly,

@@ -138,9 +138,7 @@ def test_what_fastgen_declines_has_its_reason(
     assert bench(folder / "unproven", "--num-beams", 2, "--batch-size", 2) == 0
     shown = capsys.readouterr().out
     assert "fastgen's loops did not run" in shown
-    assert (
-        "declined 3 calls: transformers.beam_search, model type 'gpt2' is not proven yet" in shown
-    )
+    assert "declined 3 calls: transformers.beam_search, model type 'gpt2' is not supported" in shown
     assert "the same (rounds: 2)" in shown
 
 

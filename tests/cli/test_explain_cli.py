@@ -101,7 +101,7 @@ def test_a_declined_family_has_status_1_and_its_reason(
     folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert explain(folders / "mamba", *NEW) == 1
-    assert "transformers' own: model type 'mamba' is not proven yet" in capsys.readouterr().out
+    assert "transformers' own: model type 'mamba' is not supported" in capsys.readouterr().out
 
 
 def test_declined_calls_have_status_1_and_their_reason(

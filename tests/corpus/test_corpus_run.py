@@ -128,9 +128,7 @@ def test_what_is_done_without_is_in_the_summary(text: Path, tmp_path: Path) -> N
     for name in ("first", "second"):
         made = job.run(job_of(MODEL, text, tmp_path / name, block=len(LINES), max_time=1000.0))
         said = made.left_off["transformers.beam_search"]
-        assert 0 < said["rows that are freed stay empty: max_time"] < len(LINES), (
-            "of this run alone"
-        )
+        assert 0 < said["batches do not refill: max_time"] < len(LINES), "of this run alone"
     both = summarise(
         [],
         0,
@@ -500,7 +498,7 @@ def test_a_run_that_has_waited_for_another_does_not_make_its_output_again(
     monkeypatch.setattr(journal, "time", Ends(finish))
     monkeypatch.setattr(worker, "TextGenerator", None)  # raises when called
     with pytest.raises(
-        CommandError, match="out: another run has just finished it; --overwrite writes over it"
+        CommandError, match="out: another run has just finished it; --overwrite replaces it"
     ):
         job.run(job_of(MODEL, text, output, restart=restart))
     assert output.read_bytes() == b"made"

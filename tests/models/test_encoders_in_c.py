@@ -15,7 +15,7 @@ from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
 

@@ -246,7 +246,7 @@ def test_declined(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["a hook on a Linear", "a hook on a BartModel", "a forward of its own of a Linear"]
+    "what", ["a hook on a Linear", "a hook on a BartModel", "a replaced forward of a Linear"]
 )
 def test_what_is_put_on_modules(what: str) -> None:
     """Hooks and replaced forwards receive what transformers passes, in its own cache."""
@@ -398,7 +398,7 @@ def another_forward() -> Iterator[None]:
 def test_a_class_with_another_forward(another_forward: None) -> None:
     model = _build("bart")
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}
-    assert _left_off(model, kwargs) == (by_modules("a forward of its own of a BartDecoderLayer"),)
+    assert _left_off(model, kwargs) == (by_modules("a replaced forward of a BartDecoderLayer"),)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -384,7 +384,7 @@ class _Deaf(BaseStreamer):
     ("options", "reason"),
     [
         ({"stopping_criteria": [_OneToken()]}, "a stopping criterion looks at all tokens"),
-        ({"streamer": _Deaf()}, "a streamer listens"),
+        ({"streamer": _Deaf()}, "a streamer is set"),
     ],
     ids=["criterion", "streamer"],
 )

@@ -22,7 +22,7 @@ from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import step as c
 from fastgen.patches.transformers.generate.report import last_call
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
 

@@ -3,6 +3,7 @@
 The tests are skipped on a machine without a library; one has to exist wherever there is a compiler.
 """
 
+import contextlib
 import shutil
 import stat
 import subprocess
@@ -61,11 +62,11 @@ SHAPES = [
 ]
 
 
+_VARIANTS = native_fuzz.variants() or [pytest.param("", marks=SKIPPED)]
+
+
 @pytest.fixture(
-    params=[
-        *(native_fuzz.variants() or [pytest.param("", marks=SKIPPED)]),
-        *([] if emulated.VARIANT in native_fuzz.variants() else [EMULATED]),
-    ]
+    params=[*_VARIANTS, *([] if emulated.VARIANT in native_fuzz.variants() else [EMULATED])]
 )
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Run operations by the library for one instruction set, whatever FASTGEN_OPS is.
@@ -73,19 +74,32 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     Memory that they do not write is poisoned. The library for Arm runs under QEMU on an x86-64
     machine.
     """
+    with _run_by(request.param, monkeypatch):
+        yield request.param
+
+
+@pytest.fixture(params=_VARIANTS)
+def own_variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run operations as `variant` does, by the libraries that this processor can run."""
+    with _run_by(request.param, monkeypatch):
+        yield request.param
+
+
+@contextlib.contextmanager
+def _run_by(variant: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     try:
-        emulate = request.param == emulated.VARIANT not in native_fuzz.variants()
-        by = emulated.load() if emulate else native.load(request.param)
+        emulate = variant == emulated.VARIANT not in native_fuzz.variants()
+        by = emulated.load() if emulate else native.load(variant)
     except OSError as error:
         if shutil.which("cc") and sys.platform == "linux":
             raise
         pytest.skip(str(error))
-    monkeypatch.setattr(native, "found", lambda: native.Found(request.param, by))
+    monkeypatch.setattr(native, "found", lambda: native.Found(variant, by))
     poison(monkeypatch)
     monkeypatch.delenv("FASTGEN_OPS", raising=False)
     config.reload()
     calls.clear()
-    yield request.param
+    yield
     monkeypatch.undo()
     config.reload()
     assert all(path != "triton" for _, path in calls)
@@ -332,7 +346,7 @@ def test_k_best_of_few_that_are_left(variant: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["bart", "gpt2", "t5", "llama"])
-def test_whole_calls(variant: str, family: str) -> None:
+def test_whole_calls(own_variant: str, family: str) -> None:
     """The tokens are those of transformers, whichever implementation runs."""
     model = zoo.build(family, torch.float32)
     call = zoo.batch(model, 3, 7) | {
@@ -345,8 +359,8 @@ def test_whole_calls(variant: str, family: str) -> None:
     assert torch.equal(model.generate(**call), wanted)
     assert calls["kbest", "native"] > 5
     status = fastgen.status()
-    assert status.native == f"for {variant}"
-    assert f"operations in C for the CPU: for {variant}" in str(status)
+    assert status.native == f"for {own_variant}"
+    assert f"operations in C for the CPU: for {own_variant}" in str(status)
     calls.clear()
     model.double().generate(**call)
     assert calls["log_softmax", "native"] == calls["beam_attention", "native"] == 0

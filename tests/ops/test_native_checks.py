@@ -21,7 +21,7 @@ from fastgen.ops.selection.ngram_block import ngram_mask_
 from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
 

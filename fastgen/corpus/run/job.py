@@ -106,7 +106,7 @@ def _to_file(job: Job, output: Path) -> Summary:
         if not journal.started and _file(output) != before:
             remove(output)  # else this run's header would make the next run overwrite the output
             raise CommandError(
-                f"{output}: another run has just finished it; --overwrite writes over it"
+                f"{output}: another run has just finished it; --overwrite replaces it"
             )
         done = len(journal.entries)
         reports, lost = ([], []) if journal.whole else _make(job, journal)

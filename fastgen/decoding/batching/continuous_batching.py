@@ -169,7 +169,7 @@ def advance(running: list[_Cohort], replay: JointReplay) -> list[_Cohort]:
 
 def not_refilled(reason: object) -> str:
     """Return the note of a plan that no other sentences take freed rows."""
-    return f"rows that are freed stay empty: {reason}"
+    return f"batches do not refill: {reason}"
 
 
 def reason_not_to_refill(devices: Iterable[str]) -> str | None:

@@ -241,7 +241,7 @@ class BeamSearch:
         if self.trace.wanted:
             return "scores are returned"
         if self.on_step is not None:
-            return "a streamer listens"
+            return "a streamer is set"
         return why_not_capturable(self.stop, self.transforms, self.sample, self.ids.device)
 
     @property

@@ -76,7 +76,7 @@ class Sampling:
         if self.trace.chosen is not None:
             return "scores are summed up"
         if self.on_step is not None or self.on_tokens is not None:
-            return "a streamer listens"
+            return "a streamer is set"
         return why_not_capturable(self.stop, self.transforms, self.sample, self.ids.device)
 
     @property

@@ -19,7 +19,7 @@ from fastgen.ops.processor import in_tf32
 
 _T = TypeVar("_T")
 
-OTHERWISE = "they compute something else than its family's"
+OTHERWISE = "first-step outputs differ from the family's"
 """Reason why a model whose fused step failed the comparison is not fused."""
 
 UNDECIDED = "the first logits are not finite, so that nothing can be compared"

@@ -84,7 +84,7 @@ def check_unread(
     for module in parts:
         kind, outer = type(module).__name__, module is model
         if not is_toolkits(type(module).forward):
-            raise NotFused(f"a forward of its own of a {kind}")
+            raise NotFused(f"a replaced forward of a {kind}")
         if outer or module in read or "Dropout" in kind:
             continue
         if type(module).__module__.partition(".")[0] not in TOOLKITS:
@@ -118,7 +118,7 @@ def check_plain(modules: Sequence[nn.Module], uncalled: Container[nn.Module] = (
         raise NotFused(f"a {type(compiled).__name__} is compiled")
     for module in touched:
         if not (runs_its_class(module) or isinstance(module.__dict__["forward"], Routed)):
-            raise NotFused(f"a forward of its own of a {type(module).__name__}")
+            raise NotFused(f"a replaced forward of a {type(module).__name__}")
 
 
 def foreign_hook(module: nn.Module) -> bool:
@@ -145,7 +145,7 @@ def reads_rows(module: nn.Module) -> str | None:
         if all(map(_moves_only, getattr(hook, "hooks", [hook]))):
             return None
         return f"a hook on a {type(module).__name__}"
-    return f"a forward of its own of a {type(module).__name__}"
+    return f"a replaced forward of a {type(module).__name__}"
 
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")

@@ -110,7 +110,7 @@ class StackReader:
         if torch.is_autocast_enabled(self.device):
             raise NotFused("autocast chooses the types")
         if torch.is_grad_enabled():
-            raise NotFused("gradients are wanted")
+            raise NotFused("gradients are enabled")
         self.facts += (pre_norm, parallel)
         sublayers = [
             Sublayer(

@@ -44,10 +44,10 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ),
     (r"several devices", "place the model on one device where it fits"),
     (r"\bhook on\b", "remove the hook while generating"),
-    (r"gradients are wanted", "call it under torch.no_grad()"),
+    (r"gradients are enabled", "call it under torch.no_grad()"),
     (r"is supported", "install a supported version; `fastgen doctor` says which"),
     (
-        r"is not proven yet|there is no spec of",
+        r"is not supported|there is no spec of",
         "see docs/supported.md for the families; open an issue for yours",
     ),
 )

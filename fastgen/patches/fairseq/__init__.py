@@ -34,8 +34,8 @@ PATCHES = (
         target="fairseq.checkpoint_utils:load_checkpoint_to_cpu",
         replacement="fastgen.patches.fairseq.mend:load_checkpoint",
         parameters=("path", "arg_overrides"),
-        help="checkpoints load on PyTorch 2.6 and later: the harmless classes that they hold are "
-        "named, no others run",
+        help="checkpoints load on PyTorch 2.6 and later, which is told fairseq's known classes; no "
+        "others run",
         mends=True,
     ),
     Patch(
@@ -44,8 +44,8 @@ PATCHES = (
         target="fairseq.modules.transformer_layer:TransformerEncoderLayerBase.forward",
         replacement="fastgen.patches.fairseq.mend:encoder_layer",
         parameters=("self", "x", "encoder_padding_mask", "attn_mask"),
-        help="padded sources pass PyTorch's fused encoder layer, which now wants to know the kind "
-        "of the mask",
+        help="padded sources pass PyTorch's fused encoder layer, which now requires the type of "
+        "the mask",
         mends=True,
     ),
     Patch(
@@ -74,7 +74,7 @@ PATCHES = (
         target="fairseq.sequence_generator:EnsembleModel.forward_encoder",
         replacement="fastgen.patches.fairseq.mend:forward_encoder",
         parameters=("self", "net_input"),
-        help="so it does for a generator that was made before another one of the same models",
+        help="the same for a generator that was made before another one of the same models",
         mends=True,
     ),
     Patch(
@@ -120,8 +120,8 @@ PATCHES = (
         target="fairseq_cli.generate:main",
         replacement="fastgen.patches.fairseq.commands.generate_command:generate",
         parameters=("cfg",),
-        help="fairseq-generate: on a CPU by a process for each thread; its text is made and scored "
-        "in the background",
+        help="fairseq-generate: one process per thread on a CPU; text is produced and scored in "
+        "the background",
     ),
     Patch(
         name="fairseq.interactive_command",
@@ -129,8 +129,8 @@ PATCHES = (
         target="fairseq_cli.interactive:main",
         replacement="fastgen.patches.fairseq.commands.interactive_command:interactive",
         parameters=("cfg",),
-        help="fairseq-interactive: on a CPU by a process for each thread; makes text and reads "
-        "files in the background",
+        help="fairseq-interactive: one process per thread on a CPU; text is produced and files are "
+        "read in the background",
     ),
     Patch(
         name="fairseq.options",

@@ -46,8 +46,7 @@ _OF_ENCODERS = tuple(
             target=f"transformers.models.{family}.modeling_{family}:{layers}.forward",
             replacement="fastgen.patches.transformers.encoders.encoder:encode",
             parameters=("self", "hidden_states", "attention_mask"),
-            help="an encoder's layers from their weights, on a CPU; "
-            "without padding where nobody reads it",
+            help="runs encoder layers from their weights on a CPU; skips padding that is not read",
         ),
         Patch(
             name=f"transformers.classifier.{family}",
@@ -55,7 +54,7 @@ _OF_ENCODERS = tuple(
             target=f"transformers.models.{family}.modeling_{family}:{classifier}.forward",
             replacement="fastgen.patches.transformers.encoders.encoder_consumers:classify",
             parameters=("self", "input_ids", "attention_mask"),
-            help="of a sentence that is classified, the last layer makes the first position alone",
+            help="computes only the first position of each sentence in the last layer",
         ),
     )
 )
@@ -111,7 +110,7 @@ PATCHES = (
         replacement="fastgen.patches.transformers.generate.legacy_search:generation_mode",
         parameters=("self", "assistant_model"),
         help="diverse and constrained beam search and contrastive search, "
-        "which transformers 5 has taken out",
+        "which transformers 5 removed",
         inner=True,
     ),
     Patch(
@@ -156,7 +155,7 @@ PATCHES = (
         target="transformers.pipelines.token_classification:TokenClassificationPipeline._forward",
         replacement="fastgen.patches.transformers.encoders.encoder_consumers:tag",
         parameters=("self", "model_inputs"),
-        help="the pipeline of token classification makes nothing of padding, which it drops",
+        help="the pipeline of token classification skips padding",
     ),
     Patch(
         name="transformers.beam_streamer",
@@ -164,8 +163,8 @@ PATCHES = (
         target="transformers.generation.utils:GenerationMixin._validate_generation_mode",
         replacement="fastgen.patches.transformers.streaming.beam_streamer:validate",
         parameters=("self", "generation_mode", "generation_config", "generation_mode_kwargs"),
-        help="a streamer with several beams hears tokens as soon as they are certain; "
-        "transformers refuses one",
+        help="a streamer with several beams, which transformers refuses, receives tokens once they "
+        "are final",
     ),
     *_OF_ENCODERS,
 )

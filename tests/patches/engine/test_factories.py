@@ -13,7 +13,7 @@ import torch
 
 import fastgen
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture for all
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
 
 ROOT = Path(__file__).parents[3]

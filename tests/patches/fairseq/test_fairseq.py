@@ -689,7 +689,7 @@ def test_an_encoder_whose_first_pass_fails(
     before = _left_off()
     for _ in range(2):
         _served([model], zoo.batch(4, 9), {"beam_size": 3, "search_strategy": "top_k"})
-    said = "the encoder runs through its own modules: they compute something else than its family's"
+    said = "the encoder runs through its own modules: first-step outputs differ from the family's"
     assert _left_off() == before | {said: before.get(said, 0) + 2}
 
 

@@ -15,7 +15,7 @@ from fastgen.ops import native
 from fastgen.ops.counts import calls
 
 pytest.importorskip("fairseq")
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.patches.fairseq import test_fairseq_refill as refill
 from tests.patches.fairseq.test_fairseq import OPTIONS
 from tests.support import fairseq_zoo as zoo

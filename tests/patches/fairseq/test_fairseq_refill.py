@@ -27,7 +27,7 @@ from tests.support import fairseq_zoo as zoo
 from tests.support.recorder import Graphs
 from tests.support.together import start_soon
 
-EMPTY = "rows that are freed stay empty: "
+EMPTY = "batches do not refill: "
 
 
 @pytest.fixture(autouse=True)

@@ -121,7 +121,7 @@ def check(encoder: Any, given: Tensor, args: tuple[Any, ...], kwargs: Mapping[st
     if type(given) not in (Tensor, nn.Parameter):
         raise NotForUs("a tensor of a class of its own")
     if torch.is_grad_enabled():
-        raise NotForUs("gradients are wanted")
+        raise NotForUs("gradients are enabled")
     if given.device.type != "cpu":
         raise NotForUs("not on a CPU")
     if compat.collects_outputs():

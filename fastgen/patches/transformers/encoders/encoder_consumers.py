@@ -40,7 +40,7 @@ def _first(
 ) -> Padding:
     try:
         if not is_toolkits(forward):
-            raise NotFused(f"a forward of its own of a {type(model).__name__}")
+            raise NotFused(f"a replaced forward of a {type(model).__name__}")
         own = _read_first(model, family)
     except NotFused as reason:
         engine.fallback(name, str(reason))

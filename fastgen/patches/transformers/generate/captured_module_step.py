@@ -31,7 +31,7 @@ from fastgen.patches.transformers.generate.fused_decoder import check_arguments,
 WORTH = 16
 """Minimum number of remaining steps for a capture to pay: some of them run both ways."""
 
-OTHERWISE = "replayed, they compute something else"
+OTHERWISE = "replayed, the logits differ"
 """Reason not to capture a model whose captured steps gave other results than its modules."""
 
 SURE = 3
@@ -73,7 +73,7 @@ def check(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     if torch.is_autocast_enabled(model.device.type):
         raise NotFused("autocast chooses the types")
     if torch.is_grad_enabled():
-        raise NotFused("gradients are wanted")
+        raise NotFused("gradients are enabled")
     check_plain(of_steps(model))
 
 

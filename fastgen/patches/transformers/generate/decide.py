@@ -272,7 +272,7 @@ def check_model(model: Any) -> None:
     if (reason := replaced()) is not None:
         raise Unsupported(reason)
     if all(spec_of(part) is None for part in _configs(model)):
-        raise Unsupported(f"model type {model.config.model_type!r} is not proven yet")
+        raise Unsupported(f"model type {model.config.model_type!r} is not supported")
     if model.device.type == "meta":
         raise Unsupported("the model's first weights are offloaded")
     if compat.reorders_its_cache(model):
@@ -308,7 +308,7 @@ def _reason_too_few(model: Any, input_ids: Tensor, new_tokens: int) -> str | Non
     short = not model.config.is_encoder_decoder and input_ids.numel() <= SHORT
     if new_tokens > 1 and not (new_tokens <= FEW and short and input_ids.device.type == "cpu"):
         return None
-    return f"no more than {new_tokens} new, for which it does not pay"
+    return f"at most {new_tokens} new tokens, too few to gain"
 
 
 def _reason_not_to_share(
@@ -435,7 +435,7 @@ def _reason_not_to_drop(
     if config.return_dict_in_generate:
         return "return_dict_in_generate=True"
     if kwargs.get("streamer") is not None:
-        return "a streamer listens"
+        return "a streamer is set"
     cache = compat.cache_of(kwargs)
     if compat.is_user_provided(cache):
         return user_cache.IS_USER_PROVIDED
@@ -485,7 +485,7 @@ def _looks_at_rows(model: Any) -> str | None:
         if (user_code := reads_rows(module)) is not None:
             return f"{user_code} may look at the whole batch"
         if part and not (is_toolkits(kind.forward) or kind.__module__.startswith("peft.")):
-            return f"a forward of its own of a {kind.__name__} may look at the whole batch"
+            return f"a replaced forward of a {kind.__name__} may look at the whole batch"
     return None
 
 

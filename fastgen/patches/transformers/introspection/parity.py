@@ -175,7 +175,7 @@ def _copied(call: dict[str, Any]) -> dict[str, Any]:
 
 def _reason_not_to_repeat(model: Any, call: dict[str, Any]) -> str | None:
     if call.get("streamer") is not None:
-        return "a streamer listens"
+        return "a streamer is set"
     for name in (*sorted(CACHE_ARGUMENTS), "assistant_model", "custom_generate"):
         if call.get(name) is not None:
             return f"{name} is given"

@@ -65,7 +65,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     _logger.warning(
         "not enough memory for a batch of %d sentences: it is generated in halves", sentences
     )
-    engine.hit("transformers.generate", [f"a batch at once: {NO_MEMORY}"])
+    engine.hit("transformers.generate", ["batch split: out of memory"])
     fill = fill_of("sample" if method_of(prepared.config) else prepared.loop, prepared.config)
     del prepared
     suspend.refuse(model, NO_MEMORY)

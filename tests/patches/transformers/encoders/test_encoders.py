@@ -165,7 +165,7 @@ def _half(model: Any) -> None:
     [
         (_hook, "a hook on a BertOutput"),
         (_adapter, "a tests._Half in place of a linear layer"),
-        (_own_forward, "a forward of its own of a BertLayer"),
+        (_own_forward, "a replaced forward of a BertLayer"),
         (_quantised, "a torch.Linear in place of a linear layer"),
         (_other_attention, f"attention implementation '{zoo.OWN_ATTENTION}'"),
         (_half, "weights in torch.float16"),
@@ -209,7 +209,7 @@ def test_gradients_and_training_are_left_alone() -> None:
     model = zoo.encoder("Bert", "ForSequenceClassification")
     hits = _row("encoder.bert").hits
     model(**_batch()).logits.sum().backward()
-    assert "gradients are wanted" in _row("encoder.bert").left_off
+    assert "gradients are enabled" in _row("encoder.bert").left_off
     counted = sum(_row("encoder.bert").fallbacks.values())
     gradients = []
     for _ in range(2):

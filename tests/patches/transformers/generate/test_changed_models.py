@@ -306,4 +306,4 @@ def test_a_forward_of_a_user_under_a_decorator_of_transformers(asked: str) -> No
         layer.self_attn.__class__ = Attention
     before = left_off()
     _check(model, ASKED[asked])
-    assert any("a forward of its own of a Attention" in reason for reason in left_off() - before)
+    assert any("a replaced forward of a Attention" in reason for reason in left_off() - before)

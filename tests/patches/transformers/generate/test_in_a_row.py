@@ -39,7 +39,7 @@ from fastgen.ops.native import search as c
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
-from tests.ops.test_native import variant  # noqa: F401  a fixture
+from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.allocations import allocations
 from tests.support.parity import assert_same

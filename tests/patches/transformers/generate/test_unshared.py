@@ -376,7 +376,7 @@ def test_a_config_without_a_vocabulary_s_size(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unproven_models_are_left_alone() -> None:
-    model, reason = zoo.unproven(), "model type 'arcee' is not proven yet"
+    model, reason = zoo.unproven(), "model type 'arcee' is not supported"
     before = fallbacks().get(reason, 0)
     assert (
         assert_same(model, zoo.batch(model, 2, 9) | {"num_beams": 2, "max_new_tokens": 6}).error
@@ -386,12 +386,12 @@ def test_unproven_models_are_left_alone() -> None:
 
 
 FEW: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "one": ("bart", {"max_new_tokens": 1}, "no more than 1 new, for which it does not pay"),
+    "one": ("bart", {"max_new_tokens": 1}, "at most 1 new tokens, too few to gain"),
     "two": ("t5", {"max_new_tokens": 2}, None),
     "two behind a short prompt": (
         "gpt2",
         {"max_new_tokens": 2},
-        "no more than 2 new, for which it does not pay",
+        "at most 2 new tokens, too few to gain",
     ),
     "one behind a long prompt": ("gpt2", {"length": 40, "max_new_tokens": 1}, "no more than 1 new"),
     "two behind a long prompt": ("gpt2", {"length": 40, "max_new_tokens": 2}, None),

@@ -273,7 +273,7 @@ def test_families_that_are_not_proven() -> None:
     explanation = _explain(
         model, {"input_ids": torch.ones(1, 3, dtype=torch.int64), "num_beams": 2}
     )
-    assert explanation.reason == "model type 'mamba' is not proven yet"
+    assert explanation.reason == "model type 'mamba' is not supported"
 
 
 def test_a_generate_of_its_own() -> None:
@@ -290,7 +290,7 @@ def test_what_is_left_off_is_said() -> None:
     kwargs = zoo.batch(model, 3, 6) | {"max_new_tokens": 4}
     assert _explain(model, kwargs).plan.drop
     for more, why in (
-        ({"streamer": _Deaf()}, "a streamer listens"),
+        ({"streamer": _Deaf()}, "a streamer is set"),
         ({"logits_processor": LogitsProcessorList([_Own()])}, "_Own may look at the whole batch"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
     ):

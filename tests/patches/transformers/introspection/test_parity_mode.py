@@ -169,7 +169,7 @@ def test_what_cannot_be_repeated_runs_once() -> None:
     reasons = {
         "run once: _Own may keep a state": 1,
         "run once: _Never may keep a state": 1,
-        "run once: a streamer listens": 2,
+        "run once: a streamer is set": 2,
         f"run once: {CACHE} is given": 1,
         "run once: max_time ends it by the clock": 1,
         "run once: assistant_model is given": 1,

@@ -231,7 +231,7 @@ class _OwnBeams(tf.GPT2LMHeadModel):
 @pytest.mark.parametrize(
     ("build", "options", "reason"),
     [
-        (zoo.unproven, {}, "model type 'arcee' is not proven yet"),
+        (zoo.unproven, {}, "model type 'arcee' is not supported"),
         (lambda: _OwnBeams(zoo.build("gpt2").config), {}, "_OwnBeams has a beam search of its own"),
         (lambda: zoo.build("gpt2"), {"synced_gpus": True}, "synced_gpus=True"),
     ],

@@ -21,7 +21,7 @@ from tests.support.parity import hits, left_off
 from tests.support.recorder import Graphs
 from tests.support.together import start_soon
 
-EMPTY = "rows that are freed stay empty: "
+EMPTY = "batches do not refill: "
 ENDS = {"eos_token_id": [2, *range(20, 40)], "pad_token_id": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": ENDS | {"max_new_tokens": 20, "no_repeat_ngram_size": 3},

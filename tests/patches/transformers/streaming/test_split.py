@@ -30,7 +30,7 @@ from tests import interrupts
 from tests.support import zoo
 from tests.support.parity import left_off, same
 
-SPLIT = "a batch at once: there was not enough memory"
+SPLIT = "batch split: out of memory"
 
 
 def _rows_of(*arguments: Any) -> int:
