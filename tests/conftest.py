@@ -115,7 +115,7 @@ def by_torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the operations in C."""
     from fastgen.ops import native
 
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda *_: None)
 
 
 @pytest.fixture

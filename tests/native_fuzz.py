@@ -163,10 +163,13 @@ def _product(draw: Draw) -> None:
     by = native.library()
     assert by is not None
     rows, outputs, inputs = draw.size(), draw.size(), draw.size() * draw.random.choice((1, 5))
-    x, weight, bias = draw.strided(rows, inputs), draw.normal(outputs, inputs), draw.normal(outputs)
-    residual, out = draw.normal(rows, outputs), torch.full((rows, outputs), torch.nan)
+    dtype = draw.random.choice(list(native.DTYPES))
+    x, weight = draw.strided(rows, inputs).to(dtype), draw.normal(outputs, inputs).to(dtype)
+    bias, residual = draw.normal(outputs).to(dtype), draw.normal(rows, outputs).to(dtype)
+    out = torch.full((rows, outputs), torch.nan, dtype=dtype)
     found = native.product(by, x, native.packed(by, weight), bias, "relu", residual, out)
-    _close(found, torch.relu(x.double() @ weight.double().T + bias).float() + residual, 1e-3)
+    wanted = torch.relu(x.double() @ weight.double().T + bias).to(dtype) + residual
+    _close(found, wanted, max(1e-3, 2 * torch.finfo(dtype).eps))
 
 
 def _choice(draw: Draw) -> None:
@@ -339,6 +342,9 @@ def search(draw: Draw) -> None:
         method = {}
     for _ in range(2):
         assert_same(model, kwargs | method, tolerance=1e-2)
+    model = model.to(choose(native.HALVES))
+    for _ in range(2):
+        assert len(model.generate(**kwargs | method)) == sentences
 
 
 def fuzz(variant: str, rounds: int, seed: int) -> None:

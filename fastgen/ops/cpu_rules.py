@@ -28,6 +28,16 @@ decoder-only model of 24 layers of 896 took 7.1 s with 16 new tokens in C alone,
 MKL's products.
 """
 
+MOST_ROWS_IN_HALF = {"tiles": 8, "pairs": 8, "widened": 32, "none": math.inf}
+"""Most rows of a product in half precision that run in C, by `processor.multiplies`.
+
+Up to about 8 rows a product takes the time it takes to read the weight, with any instructions.
+Without AVX-512, torch's own product is 3 to 15 times slower than C with any number of rows (Zen 3,
+AVX2, torch 2.13: 128 rows of 1,024 x 4,096 in bf16 take 330 ms, in C 30). The limits with AVX-512
+are conservative: they follow from the arithmetic of C and published times of AMX, and have not been
+measured.
+"""
+
 FILLED, SMALL_PANELS = 0.75, 64 * 1024
 """Limits for packing a weight for products in C.
 

@@ -1,8 +1,8 @@
 """Dispatch of an operation to a Triton kernel, C or the torch reference, with call counts.
 
-On a CUDA device with Triton installed, the Triton kernel runs. On a CPU, fp32 operations run in C
-(`ops.native`) where a C implementation exists. Everything else runs the reference, which is
-optimised too.
+On a CUDA device with Triton installed, the Triton kernel runs. On a CPU, operations run in C
+(`ops.native`) where a C implementation exists: all of them in fp32, products and whole decode steps
+in bf16 and fp16 too. Everything else runs the reference, which is optimised too.
 
 FASTGEN_OPS selects a backend: reference everywhere; native for C on every processor; triton for
 kernels, on a CPU too under Triton's interpreter (TRITON_INTERPRET=1).
@@ -229,8 +229,8 @@ def in_memory(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:
     )
 
 
-def plain(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors are fp32 CPU memory that C can read, with no gradient requested.
+def plain(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether all tensors are CPU memory of a dtype that C can read, without gradients.
 
     None counts as readable.
     """
@@ -238,7 +238,7 @@ def plain(*tensors: Tensor | None) -> bool:
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) is not Tensor
-            or tensor.dtype != torch.float32
+            or tensor.dtype != dtype
             or not tensor.is_cpu
             or tensor.layout is not torch.strided
             or tensor.is_neg()

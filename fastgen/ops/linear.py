@@ -1,11 +1,13 @@
-"""fp32 linear layers on a CPU: products in C with packed weights, where they are faster than torch.
+"""Linear layers on a CPU: products in C with packed weights, where they are faster than torch.
 
-torch dispatches fp32 products to MKL, which reads a weight as it lies: slow for a handful of rows
-of every weight that does not fit the cache, and without the widest vectors on processors that MKL
-does not recognize. Packed once into panels, a weight is read in the order of the computation
-(`ops/native/product.c`). `cpu_rules` holds the shapes for which that is faster, with measurements.
+torch dispatches products in fp32 to MKL, which reads a weight as it lies: slow for a handful of
+rows of every weight that does not fit the cache, and without the widest vectors on processors that
+MKL does not recognize. Packed once into panels, a weight is read in the order of the computation
+(`ops/native/product.c`); in bf16 and fp16 it has half of the bytes. `cpu_rules` holds the shapes
+for which that is faster, with measurements.
 """
 
+import math
 import sys
 from typing import NamedTuple
 
@@ -39,8 +41,10 @@ class PanelWeight(NamedTuple):
         return self.panels.transpose(1, 2).flatten(0, 1)[: self.outputs]
 
 
-def reason_off() -> str | None:
+def reason_off(dtype: torch.dtype = torch.float32) -> str | None:
     """Return why every product is torch's own; None if products in C may be faster."""
+    if dtype not in native.DTYPES:
+        return f"weights are {str(dtype).removeprefix('torch.')}, not float32"
     return native.why_off() or None
 
 
@@ -58,28 +62,34 @@ def _in_panels(by: "native.Library", outputs: int) -> int:
     return -(-outputs // by.panel) * by.panel
 
 
-def described() -> str:
-    """Describe in a few words what runs linear layers on this CPU."""
-    if reason_off() is not None:
+def described(dtype: torch.dtype = torch.float32) -> str:
+    """Describe in a few words what runs linear layers of a dtype on this CPU."""
+    if reason_off(dtype) is not None:
         return "torch's own"
+    if dtype != torch.float32:
+        rows = native.most_rows(dtype)
+        return "in C" if rows == math.inf else f"in C up to {rows} rows, beyond by torch"
     if not processor.mkl_is_native():
         return "in C"
     most = cpu_rules.MOST_ROWS_BESIDE_MKL[-1][1]
     return f"in C up to {most} rows, beyond by MKL"
 
 
-def useful_rows(outputs: int, inputs: int) -> range:
+def useful_rows(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> range:
     """Return the numbers of rows for which a product in C is faster than `F.linear`.
 
     Args:
         outputs: N of the weight.
         inputs: K of the weight.
+        dtype: dtype of the weight.
     """
     by, elements = native_for(outputs, inputs), outputs * inputs
     if by is None or outputs < cpu_rules.FILLED * _in_panels(by, outputs):
         return range(sys.maxsize, sys.maxsize)
     beyond = sys.maxsize
-    if processor.mkl_is_native():
+    if dtype != torch.float32:
+        beyond = int(min(native.most_rows(dtype) + 1, sys.maxsize))
+    elif processor.mkl_is_native():
         beyond = cpu_rules.at(cpu_rules.MOST_ROWS_BESIDE_MKL, elements) + 1
     return range(cpu_rules.at(cpu_rules.LEAST_ROWS, elements), beyond)
 
@@ -93,7 +103,7 @@ def pack(weight: Tensor) -> PanelWeight | None:
     """Return a packed copy of a weight that only `linear` can read; None if it is not packed.
 
     Args:
-        weight: (N, K) fp32 on the CPU.
+        weight: (N, K) on the CPU, fp32, bf16 or fp16.
     """
     weight = weight.detach()
     by = native_for(*weight.shape)
@@ -105,10 +115,10 @@ def packed_bytes(packed: PanelWeight) -> int:
     return packed.panels.nbytes
 
 
-def bytes_to_pack(outputs: int, inputs: int) -> int:
+def bytes_to_pack(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes that a weight (outputs, inputs) takes when packed; 0 if it is not packed."""
     by = native_for(outputs, inputs)
-    return 0 if by is None else 4 * inputs * _in_panels(by, outputs)
+    return 0 if by is None else dtype.itemsize * inputs * _in_panels(by, outputs)
 
 
 def suits(packed: PanelWeight, outputs: int, inputs: int) -> bool:
@@ -127,10 +137,10 @@ def linear(
 ) -> Tensor:
     """Return x times weight transposed plus bias; arguments are unchecked.
 
-    The result differs from `linear_reference` by fp32 rounding.
+    The result differs from `linear_reference` by rounding.
 
     Args:
-        x: (..., K) fp32.
+        x: (..., K), of the weight's dtype.
         weight: the result of `pack`, for the product in C; or (N, K), for torch's own.
         bias: (N,), or None.
         activation: gelu, gelu_tanh, relu or silu, applied to the result; or None.
@@ -166,7 +176,14 @@ def _covered_in_c(
         shape: the shape of the result, (..., N).
     """
     return (
-        plain(x, weight.panels, None if bias is None else bias.data, residual, out)
+        plain(
+            x,
+            weight.panels,
+            None if bias is None else bias.data,
+            residual,
+            out,
+            dtype=weight.panels.dtype,
+        )
         and x.shape[-1] == weight.panels.shape[1]
         and (bias is None or bias.shape == shape[-1:])
         and (residual is None or residual.shape == shape)

@@ -21,6 +21,27 @@ def mkl_is_native() -> bool:
     return accepts is not None and bool(accepts())
 
 
+@cache
+def multiplies(dtype: torch.dtype) -> str:
+    """Return by which instructions torch multiplies matrices of a half precision.
+
+    Returns:
+        tiles: AMX. pairs: instructions for this dtype, in AVX-512 or, as far as is known, on other
+        architectures. widened: AVX-512 after conversion to fp32. none: AVX2, for which torch has no
+        optimised product.
+    """
+    capabilities = torch.cpu.get_capabilities()
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    for kind, flag in (
+        ("tiles", f"amx_{name}"),
+        ("pairs", f"avx512_{name}"),
+        ("widened", "avx512_f"),
+    ):
+        if capabilities.get(flag):
+            return kind
+    return "none" if capabilities.get("avx2") else "pairs"
+
+
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Return the number of cores of this process: its CPU affinity, up to a container's quota."""
     cores = (

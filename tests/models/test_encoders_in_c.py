@@ -1,5 +1,6 @@
 """Encoders, and the first token of encoder-decoders, run in C with the same results."""
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -94,6 +95,28 @@ def test_layers(
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["alike", "different"])
+@pytest.mark.parametrize("family", ["marian", "pegasus", "t5", "umt5"])
+def test_layers_in_bfloat16(variant: str, family: str, kind: str) -> None:  # noqa: F811
+    """C is as near to the results of the same weights in fp32 as single operations are."""
+    model = zoo.build(family, torch.float32).bfloat16()
+    sentences, length = _batch(kind)
+    length = length if family.endswith("t5") else 9
+    rows = sum(group.sentences * group.tokens for group in sentences.groups)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, model.config.d_model, generator=generator).bfloat16()
+    layers = _layers(model, length)
+    found = layers(x, sentences)
+    assert _encoded() == 1
+    wanted = replace(layers, together=None)(x, sentences)
+    exact = replace(_layers(copy.deepcopy(model).float(), length), together=None)(
+        x.float(), sentences
+    )
+    assert found.dtype == torch.bfloat16
+    error, theirs = ((each.float() - exact).norm() for each in (found, wanted))
+    assert 0 < error <= 1.25 * theirs
+
+
 def test_padding_that_is_run(variant: str) -> None:  # noqa: F811
     """Layers run as single operations if padding is computed, or only first positions are read."""
     layers = _layers(zoo.build("marian", torch.float32), 9)
@@ -110,7 +133,7 @@ def _rows(group: Group) -> int:
 
 
 def _on_no_cpu_of_ours(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(native, "library", lambda: None)
+    patch.setattr(native, "library", lambda *_: None)
 
 
 def _known(patch: pytest.MonkeyPatch) -> None:

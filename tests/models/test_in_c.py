@@ -1,7 +1,9 @@
 """All sublayers of a decode step in one C call: equal to single operations and to transformers."""
 
 import contextlib
+import copy
 import ctypes
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.decoding import loop
+from fastgen.decoding.backends import native_multistep
 from fastgen.models.layers import packed_weights
 from fastgen.models.runtime.native_step import InC
 from fastgen.models.specs.registry import SPECS
@@ -22,6 +25,7 @@ from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import step as c
 from fastgen.patches.transformers.generate.report import last_call
+from fastgen.patches.transformers.introspection import noise
 from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
@@ -90,6 +94,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for family, make in OWN.items():
         monkeypatch.setitem(zoo.FAMILIES, family, make)
     monkeypatch.setattr(packed_weights, "OFTEN", 1)
+    monkeypatch.setattr(native, "most_rows", lambda _: math.inf)  # whatever this processor has
     calls.clear()
     yield
     packed_weights.release()
@@ -140,6 +145,80 @@ def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.Mon
     assert torch.equal(found.sequences, wanted.sequences)
     for one, other in zip(found.logits, wanted.logits, strict=True):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("family", sorted(set(SPECS) & set(zoo.FAMILIES | zoo.MORE)))
+def test_half_precision(variant: str, family: str, dtype: torch.dtype) -> None:  # noqa: F811
+    """Steps run in C where they do in fp32, and round no worse than transformers."""
+    model = zoo.build(family, torch.float32).to(dtype)
+    batch = zoo.batch(model, 6, 9, "natural" if family != "gemma2" else "none")
+    for options in ({}, {"num_beams": 3}):
+        found = noise.noise(model, batch, options | {"max_new_tokens": 12})
+        assert found.explains, found
+    call = last_call()
+    assert call is not None
+    assert (_steps() > 0) == (call.plan.fused and family not in NOT_WRITTEN)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "family", ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt"]
+)
+def test_searches_in_half_precision(
+    variant: str,  # noqa: F811
+    family: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps that C runs from token ids to the choice of the next round no worse either."""
+    logits, run = list[Tensor](), native_multistep.run
+
+    def noting(model: Any, prepared: Any, *others: Any) -> Any:
+        outcome = run(model, prepared, *others)
+        logits.append(prepared.logits.clone())
+        return outcome
+
+    monkeypatch.setattr(native_multistep, "MOST", 1)  # one step for each call of C
+    monkeypatch.setattr(native_multistep, "run", noting)
+    model, tokens = zoo.build(family, torch.float32).to(dtype), 12
+    batch = zoo.batch(model, 6, 9)
+    options = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+    for _ in range(2):
+        logits.clear()
+        texts = model.generate(**batch, **options)
+    if family == "t5" and dtype == torch.float16:  # its sums are clamped
+        assert not logits
+        return
+    assert len(logits) >= tokens - 2
+    assert all(torch.equal(each, each.to(dtype).float()) for each in logits)
+    exact, own = (
+        noise._forced(each, batch, texts, texts.shape[1] - tokens)[-len(logits) :]
+        for each in (copy.deepcopy(model).float(), model)
+    )
+    every = torch.ones(len(texts), len(logits), dtype=torch.bool)
+    error, theirs = (noise._distance(each, exact, every) for each in (logits, own))
+    assert 0 < error <= noise.LIMIT * theirs
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_many_rows_in_half_precision(
+    variant: str,  # noqa: F811
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where torch has faster instructions for many rows, C runs the steps of few rows only."""
+    monkeypatch.setattr(native, "most_rows", lambda _: 4)
+    model = zoo.build("llama", dtype)
+    for sentences, in_c in ((2, True), (3, False)):
+        kwargs = zoo.batch(model, sentences, 5) | {"num_beams": 2, "max_new_tokens": 6}
+        model.generate(**kwargs)
+        calls.clear()
+        assert model.generate(**kwargs).shape[0] == sentences
+        assert (calls["search", "native"] + _steps() > 0) == in_c
 
 
 def test_many_beams_and_heads_for_each_key(variant: str) -> None:  # noqa: F811

@@ -210,16 +210,19 @@ def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     net.last.register_forward_pre_hook(lambda *_: None)
     net.half = nn.Linear(320, 640).half()
     own = net.small.__dict__["forward"]
-    # The forward of `small` is its class's own, as in copies of a model.
+    # The forward of `small` is its class's own, as in copies of a model. C alone runs `half`.
+    routed = ["first", "small", *["half"] * (native.library() is not None)]
     with routes.routed(net) as count:
-        assert count == 2
-        assert _routed(net) == ["first", "small"]
+        assert count == len(routed)
+        assert sorted(_routed(net)) == sorted(routed)
     assert _routed(net) == ["small"]
     assert net.small.__dict__["forward"] == own
     for dtype, reason in ((torch.float64, "float64"), (torch.bfloat16, "bfloat16")):
+        in_c = dtype == torch.bfloat16 and native.library() is not None
         with routes.routed(nn.Linear(320, 640).to(dtype)) as count:
-            assert count == 0
-        assert reason in str(linears.reason_off(nn.Linear(320, 640).to(dtype)))
+            assert count == in_c
+        off = linears.reason_off(nn.Linear(320, 640).to(dtype))
+        assert off is None if in_c else reason in str(off)
     assert linears.reason_off(nn.Module()) == "not on a CPU"
     settings = config.settings()
     monkeypatch.setattr(config, "settings", lambda: replace(settings, linear="off"))

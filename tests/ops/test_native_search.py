@@ -225,7 +225,7 @@ def test_tables_left_to_torch(variant: str, change: Callable[[Table], Table]) ->
 def test_no_memory_for_tables(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     by = native.library()
     assert by is not None
-    monkeypatch.setattr(native, "library", lambda: by._replace(move_rows=lambda *_: 0))
+    monkeypatch.setattr(native, "library", lambda *_: by._replace(move_rows=lambda *_: 0))
     with pytest.raises(torch.OutOfMemoryError, match="no memory for 3 rows of 12 bytes"):
         extend_rows_([Table(_randn(2, 3, 8), _randn(2, 3, 1))], _integers(2, 3, below=3), 2)
 

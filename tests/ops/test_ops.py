@@ -668,7 +668,7 @@ def test_weights_that_are_packed_for_c(variant: str, monkeypatch: pytest.MonkeyP
         by = native.load(variant)
     except OSError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(native, "library", lambda: by)
+    monkeypatch.setattr(native, "library", lambda *_: by)
     wide = variant == "avx512"
     shapes = {
         (64, 64): (True, 16), (128, 128): (True, 2), (256, 256): (True, 1), (48, 64): (True, 16),

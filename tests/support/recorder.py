@@ -132,7 +132,7 @@ class Graphs:
         # Compaction at intervals is for CPUs only.
         monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)
         # Operations in C are for CPUs only too, and no dispatcher sees what they do.
-        monkeypatch.setattr(native, "library", lambda: None)
+        monkeypatch.setattr(native, "library", lambda *_: None)
         monkeypatch.setattr(graph, "capture", self._capture)
         monkeypatch.setattr(JointReplay, "__call__", self._counting(JointReplay.__call__))
         for name, module in list(sys.modules.items()):

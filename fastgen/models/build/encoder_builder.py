@@ -1,5 +1,6 @@
 """Build an encoder's layers from a live encoder's modules and its spec (`models.specs`)."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,11 +27,11 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 def may_run_in_c(module: nn.Module) -> bool:
     """Return whether C is expected to run an encoder's layers, judged before they are read.
 
-    C is always the faster way.
+    C is then always the faster way.
     """
     return (
         native.library() is not None
-        and linear.reason_off(module) is None
+        and linear.reason_off(module, math.inf) is None
         and not verdicts_of(module).lacks_c
     )
 

@@ -157,15 +157,22 @@ def tried(make: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> Tried | N
         None where `make` fails.
     """
     outputs = made(make)
-    if outputs is None or (unit := _unit(dtype, outputs[0].device)) is None:
-        return None if outputs is None else Tried(outputs)
-    generator = torch.Generator(outputs[0].device).manual_seed(0)
+    return None if outputs is None else Tried(outputs, _with_noise(make, dtype, outputs[0].device))
+
+
+def _with_noise(
+    make: Callable[[], Sequence[Tensor]], dtype: torch.dtype, device: torch.device
+) -> Sequence[Tensor] | None:
+    """Return tensors computed with rounding noise; None in a fine precision, or if it fails."""
+    if (unit := _unit(dtype, device)) is None:
+        return None
+    generator = torch.Generator(device).manual_seed(0)
 
     def once_more(x: Tensor) -> Tensor:
         noise = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
         return (x * (1 + unit * (2 * noise - 1))).to(x.dtype)
 
-    return Tried(outputs, made(make, once_more))
+    return made(make, once_more)
 
 
 def _unit(dtype: torch.dtype, device: torch.device) -> float | None:
@@ -255,9 +262,17 @@ def outcome_in_c(step: Proven) -> bool | None:
     return _recorded(step, verdicts_of(step.module).in_c)
 
 
-def verdict_in_c(step: Proven, found: Tensor, own: Tensor) -> None:
-    """Compare an encoder's output in C with that of its torch operations and record the verdict."""
-    same = agree(found, own)
+def verdict_in_c(step: Proven, found: Tensor, own: Tensor, make: Callable[[], Tensor]) -> None:
+    """Compare an encoder's output in C with that of its torch operations and record the verdict.
+
+    Args:
+        step: The encoder.
+        found: Its output in C.
+        own: The output of its torch operations.
+        make: Runs the torch operations once more.
+    """
+    noisy = _with_noise(lambda: [make()], own.dtype, own.device)
+    same = agree(found, own, None if noisy is None else noisy[0])
     if same is not None:
         state_of(step.module).of(Verdicts).in_c = step.facts, same
 

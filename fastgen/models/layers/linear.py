@@ -6,7 +6,7 @@ Layers that are quantised, parametrised, hooked or overridden keep their own for
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from fastgen.models.layers.packed_weights import STOPPED, Packed, has_stopped_pa
 from fastgen.models.memory.scratch import Memory
 from fastgen.models.routing.instance import Routed, untouched
 from fastgen.ops import linear as ops
+from fastgen.ops import native
 from fastgen.ops.activation import activation_
 
 MERGED = (0, 4 * 2**20)
@@ -78,7 +79,8 @@ class Linear(Routed):
         self.always = settings.linear == "packed"
         self.entry: Packed | None = None
         self.outputs, self.inputs = _sizes(module)
-        rows = ops.useful_rows(self.outputs, self.inputs)
+        self.dtype: torch.dtype = self.module.weight.dtype
+        rows = ops.useful_rows(self.outputs, self.inputs, self.dtype)
         self.least, self.most = max(1, rows.start * self.inputs), (rows.stop - 1) * self.inputs
         self.own: Own | None = None
 
@@ -110,7 +112,7 @@ class Linear(Routed):
         return ops.linear(x, form, self.module.bias, activation, residual, out)
 
     def _is_large(self, x: Tensor) -> bool:
-        return 4 * (x.numel() // x.shape[-1]) * self.outputs >= LARGE
+        return x.element_size() * (x.numel() // x.shape[-1]) * self.outputs >= LARGE
 
     def _form(self, x: Tensor) -> ops.PanelWeight | Tensor | None:
         """Return the weight as `ops.linear` takes it; None where the layer's own product runs."""
@@ -120,7 +122,11 @@ class Linear(Routed):
         weight = self.module.weight
         if x.shape[-1] != self.inputs:  # the layer raises an error of its own
             return None
-        if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        if (
+            not (x.dtype == weight.dtype == self.dtype)
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+        ):
             return None
         plain = weight.t() if self.transposed else weight
         copy = self._copy(weight, plain) if x.numel() <= self.most else None
@@ -257,7 +263,7 @@ def _finished(y: Tensor, activation: str | None, residual: Tensor | None) -> Ten
 
 def bytes_to_pack(module: nn.Module) -> int:
     """Return the size in bytes of a packed copy of a layer's weight."""
-    return ops.bytes_to_pack(*_sizes(module))
+    return ops.bytes_to_pack(*_sizes(module), cast(Any, module).weight.dtype)
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -266,7 +272,7 @@ def is_plain(module: nn.Module) -> bool:
     return (
         weight is not None
         and type(weight) is nn.Parameter
-        and weight.dtype == torch.float32
+        and weight.dtype in native.DTYPES
         and weight.device.type == "cpu"
         and weight.is_contiguous()
         and not weight.is_inference()
@@ -285,8 +291,13 @@ def layers(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, bool]]:
             yield module, is_transposed(module)
 
 
-def reason_off(model: nn.Module) -> str | None:
-    """Return why a model's linear layers keep torch's own product; None where they are routed."""
+def reason_off(model: nn.Module, rows: float = 1) -> str | None:
+    """Return why a model's linear layers keep torch's own product; None where they are routed.
+
+    Args:
+        model: The model.
+        rows: Rows of the products in question.
+    """
     settings = config.settings()
     if settings.linear in ("off", "plain"):
         return f"FASTGEN_LINEAR={settings.linear}"
@@ -297,6 +308,6 @@ def reason_off(model: nn.Module) -> str | None:
     weight = next(iter(model.parameters()), None)
     if weight is None or weight.device.type != "cpu":
         return "not on a CPU"
-    if weight.dtype != torch.float32:
-        return f"weights are {str(weight.dtype).removeprefix('torch.')}, not float32"
-    return ops.reason_off()
+    if rows > native.most_rows(weight.dtype):
+        return "torch's own product is the faster one for many rows in half precision"
+    return ops.reason_off(weight.dtype)

@@ -165,7 +165,7 @@ def _shortage(plain: Tensor, always: bool) -> str | None:
     """Return why there is no memory to pack a weight (N, K); None where there is."""
     if always and config.settings().memory is None:
         return None
-    return budget.shortage_now(ops.bytes_to_pack(*plain.shape))
+    return budget.shortage_now(ops.bytes_to_pack(*plain.shape, plain.dtype))
 
 
 def check(module: nn.Module) -> None:
@@ -184,7 +184,7 @@ def check(module: nn.Module) -> None:
 
 
 def forget(model: nn.Module) -> None:
-    """Drop the packed copies of a model that has left the CPU or fp32."""
+    """Drop the packed copies of a model that has left the CPU or the dtypes that are packed."""
     if packing().by_weight:
         for module in model.modules():
             if kept_of(module, Packed) is not None:

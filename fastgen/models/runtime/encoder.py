@@ -360,7 +360,9 @@ class Encoder:
             return native_output
         output = self._one_by_one(x, stream, sentences)
         if native_output is not None:
-            verdict_in_c(self, native_output, output)
+            verdict_in_c(
+                self, native_output, output, lambda: self._one_by_one(x, stream, sentences)
+            )
         return output
 
     def _one_by_one(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor:

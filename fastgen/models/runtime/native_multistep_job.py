@@ -32,7 +32,7 @@ class Prepared(NamedTuple):
         by: The native library.
         decoder: Arguments of the library.
         steps: Maximum number of decode steps.
-        logits: (R, V) fp32, output of the newest step.
+        logits: (R, V) fp32, output of the newest step, rounded to the dtype of the weights.
         began: (steps + 1,) fp64, start time of each step in seconds.
         mask: (B, M, N) additive mask of the text for each beam; None if everything is visible.
         own: (M, M) additive mask of the newest slots.
@@ -80,6 +80,7 @@ def prepared(
     biases = head.module.bias, step.bias
     positions = None if embedding.positions is None else embedding.positions.data
     read = [each if each is None else each.data for each in (tokens, positions, *biases)]
+    dtype = inner.records.dtype
     by = native.library()
     widths = [
         width
@@ -87,13 +88,19 @@ def prepared(
         if x is not None
     ]
     able = lambda: (  # noqa: E731
-        plain(*read)
+        plain(*read, dtype=dtype)
         and all(x is None or x.stride(-1) == 1 for x in read)
         and [x.shape[-1] for x in read if x is not None] == widths
         and head.inputs == inner.records.width
-        and all(norm_fits(norm, head.inputs) for norm in (embedding.norm, step.first))
+        and head.dtype == dtype
+        and all(norm_fits(norm, head.inputs, dtype) for norm in (embedding.norm, step.first))
     )
-    if steps < 1 or by is None or not in_c(chosen("search", never, able, tokens)):
+    if (
+        steps < 1
+        or rows > native.most_rows(dtype)
+        or by is None
+        or not in_c(chosen("search", never, able, tokens))
+    ):
         return None
     if (panels := head.in_panels()) is None:
         return None
@@ -102,14 +109,15 @@ def prepared(
         return None
     held: list[Any] = [*read, *seen, panels]
     memory = inner.records.memory
+    began = torch.empty(steps + 1, dtype=torch.float64, device="cpu")
+    like = torch.empty(0, dtype=torch.float32, device="cpu")
     x, logits = (
-        memory.take(tokens, 2, rows, tokens.shape[1]),
-        memory.take(tokens, rows, head.outputs),
+        memory.take(like, 2, rows, tokens.shape[1]),
+        memory.take(like, rows, head.outputs),
     )
     step_args, step_held = inner.records.given(
         x[0], x[1], inner.seen, [Rows(context.sentences, beams)]
     )
-    began = torch.empty(steps + 1, dtype=torch.float64, device="cpu")
     bias = next((each for each in read[2:] if each is not None), None)
     decoder = c.Decoder(
         step=ctypes.addressof(step_args),
@@ -157,8 +165,8 @@ def why_not_in_c(step: DecoderStep) -> str:
     """
     if step.embedding.tokens.device.type != "cpu":
         return ""
-    if step.dtype != torch.float32:
-        return f"the weights are {str(step.dtype).removeprefix('torch.')}, and C reads float32"
+    if step.dtype not in native.DTYPES:
+        return f"the weights are {str(step.dtype).removeprefix('torch.')}, which C does not read"
     if reason := native.why_off():
         return reason
     if has_stopped_packing():

@@ -62,10 +62,10 @@ def is_norm(norm: NormLike) -> TypeGuard[Norm]:
     )
 
 
-def norm_fits(norm: NormLike | None, width: int) -> bool:
-    """Return whether the parameters of a norm, if any, have `width` elements."""
+def norm_fits(norm: NormLike | None, width: int, dtype: torch.dtype) -> bool:
+    """Return whether the parameters of a norm, if any, have `width` elements of a dtype."""
     held = (norm.weight, norm.bias) if isinstance(norm, Norm) else ()
-    return all(x is None or x.shape == (width,) for x in held)
+    return all(x is None or (x.shape == (width,) and x.dtype == dtype) for x in held)
 
 
 def _is_cut(mix: Any, panel: int) -> bool:
@@ -73,10 +73,10 @@ def _is_cut(mix: Any, panel: int) -> bool:
     return type(mix) is FeedForward and mix.halves and mix.wide.outputs % (2 * panel) != 0
 
 
-def _halves(wide: c.Weight) -> tuple[c.Weight, c.Weight]:
-    """Split a weight into the two halves of its outputs."""
+def _halves(wide: c.Weight, size: int) -> tuple[c.Weight, c.Weight]:
+    """Split a weight, of `size` bytes per element, into the two halves of its outputs."""
     half, bias = wide.outputs // 2, wide.bias
-    second = wide.panels + 4 * half * wide.inputs, None if bias is None else bias + 4 * half
+    second = wide.panels + size * half * wide.inputs, None if bias is None else bias + size * half
     return c.Weight(wide.panels, bias, half, wide.inputs), c.Weight(*second, half, wide.inputs)
 
 
@@ -95,7 +95,7 @@ def norm_of(norm: NormLike | None, at: Callable[[Tensor | None], int | None]) ->
 
 def is_readable(x: Tensor) -> bool:
     """Return whether C reads tensors of this dtype and device."""
-    return x.dtype == torch.float32 and x.is_cpu
+    return x.dtype in native.DTYPES and x.is_cpu
 
 
 def _products(sublayer: Sublayer) -> list[Product]:
@@ -190,6 +190,7 @@ class Records:
         self.work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
         self.width: int = self.products[0].inputs  # Elements per row.
+        self.dtype: torch.dtype = self.products[0].dtype  # Of weights, keys and values.
 
     def _is_packable(self, by: native.Library) -> bool:
         """Return whether the records can be built for a library once all weights are packed."""
@@ -200,10 +201,15 @@ class Records:
             and all(self._has_width(sublayer) for sublayer in self.sublayers)
             and all(
                 x is None
-                or (is_readable(x) and x.is_contiguous() and x.shape == (product.outputs,))
+                or (
+                    x.dtype == self.dtype
+                    and x.is_cpu
+                    and x.is_contiguous()
+                    and x.shape == (product.outputs,)
+                )
                 for product, x in zip(self.products, biases, strict=True)
             )
-            and all(module.weight.dtype == torch.float32 for module in modules)
+            and all(module.weight.dtype == self.dtype for module in modules)
             and all(
                 native_for(product.outputs, product.inputs) is not None for product in self.products
             )
@@ -228,12 +234,13 @@ class Records:
             fits = made == mixed + 2 * mix.dims * key_heads.get(type(mix), lambda: 0)()
         if type(mix) is TextAttention:
             for norm, heads in ((mix.query_norm, mix.heads), (mix.key_norm, mix.key_heads)):
-                fits = fits and norm_fits(norm, mix.dims * heads if mix.whole_norms else mix.dims)
+                width = mix.dims * heads if mix.whole_norms else mix.dims
+                fits = fits and norm_fits(norm, width, self.dtype)
         inputs = {cast(Any, part).inputs for part in parts}
         widths_match = (
             inputs == {self.width} and out.outputs == self.width and cast(Any, out).inputs == mixed
         )
-        return fits and widths_match and norm_fits(sublayer.norm, self.width)
+        return fits and widths_match and norm_fits(sublayer.norm, self.width, self.dtype)
 
     def ready(self, by: native.Library, source_heads: Callable[[int], int]) -> bool:
         """Build the records for a library, unless they are up to date.
@@ -292,7 +299,7 @@ class Records:
         if type(mix) is FeedForward:
             record.kind, record.behind = c.FEED_FORWARD, native.BEHIND[mix.activation]
             if mix.halves:
-                record.parts, record.part = 2, _halves(parts[0])
+                record.parts, record.part = 2, _halves(parts[0], self.dtype.itemsize)
             return record
         record.heads, record.dims, record.scale = mix.heads, mix.dims, mix.scale
         if type(mix) is TextAttention:
@@ -331,8 +338,9 @@ class Records:
 
         Args:
             by: The native library.
-            x: (R, C), input of the first sublayer; overwritten with the output of the last one.
-            stream: (R, C), residual stream; its content is lost.
+            x: (R, C) fp32, input of the first sublayer; overwritten with the output of the last
+                one. The values are rounded to the dtype of the weights.
+            stream: (R, C) fp32, residual stream; its content is lost.
             seen: `ops.native.step.Seen` records, of each attention sublayer for each call.
             calls: Rows of each call.
             attention: Multiplications of the largest attention.
@@ -376,6 +384,7 @@ class Records:
             len(calls),
             *x.shape,
             self.norm_first,
+            native.DTYPES[self.dtype],
             x.data_ptr(),
             sum_at,
             spare_at,

@@ -4,6 +4,7 @@ They run on torch's own threads. The libraries are built when fastgen is install
 """
 
 import ctypes
+import math
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fastgen import config
-from fastgen.ops.cpu_rules import FEW_HEADS, FEW_SCORES, THREAD_WORK
+from fastgen.ops import processor
+from fastgen.ops.cpu_rules import FEW_HEADS, FEW_SCORES, MOST_ROWS_IN_HALF, THREAD_WORK
 from fastgen.ops.native import build
 from fastgen.ops.torch_private import is_observed
 
@@ -30,6 +32,9 @@ ROWS = 128
 LEAST_BLOCK = 64
 """Least number of tokens for which `k_best` notes a maximum."""
 
+CONVERTED_ROWS = 256
+"""Rows of a product in half precision that are converted at a time, to stay in the cache."""
+
 RANKED = 4096
 """Largest number of hypotheses and candidates per sentence that `choose` ranks, on the stack."""
 
@@ -38,7 +43,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "beam_attention": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT, *[_INTEGER] * 12),
     "log_softmax": (*[_POINTER] * 2, *[_INTEGER] * 3),
     "k_best": (*[_POINTER] * 7, *[_INTEGER] * 7),
-    "product": (*[_POINTER] * 5, *[_INTEGER] * 5),
+    "product": (*[_POINTER] * 5, *[_INTEGER] * 6),
     "step": (_POINTER, _POINTER),
     "search_beams": (*[_POINTER] * 4,),
     "search_first_finished": (*[_POINTER] * 4,),
@@ -46,7 +51,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
     "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 5),
     "move_sentences": (*[_POINTER] * 3, *[_INTEGER] * 6),
-    "embed": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT),
+    "embed": (*[_POINTER] * 5, *[_INTEGER] * 7, _FLOAT),
     "add_tokens": (*[_POINTER] * 2, *[_INTEGER] * 5),
     "add_repeats": (*[_POINTER] * 3, *[_INTEGER] * 9),
 }
@@ -56,6 +61,11 @@ _RETURNS_NOTHING = ("log_softmax", "product", "add_tokens", "add_repeats")
 
 BEHIND: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 """Codes of the activation functions after a product, as in product.h."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Codes of the dtypes of weights, keys and values, as in dtype.h."""
+
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class Library(NamedTuple):
@@ -173,6 +183,18 @@ def library() -> Library | None:
         # torch's operations on all threads are the default beside C on one.
         return by if requested == "native" or (by is not None and by.run) else None
     return None
+
+
+def most_rows(dtype: torch.dtype) -> float:
+    """Return the most rows of a product for which C is faster than torch, in a dtype.
+
+    A product of few rows takes the time it takes to read the weight, for which C needs no unpacking
+    and no dispatch. With more rows the multiplications count, for which some processors have
+    instructions that C does not use.
+    """
+    if dtype not in HALVES or config.settings().ops == "native":
+        return math.inf
+    return MOST_ROWS_IN_HALF[processor.multiplies(dtype)]
 
 
 def state() -> str:
@@ -320,7 +342,7 @@ def k_best(
 
 
 def packed(by: Library, weight: Tensor) -> Tensor:
-    """Return weight (N, K) fp32 packed for `product`.
+    """Return weight (N, K), of one of `DTYPES`, packed for `product`.
 
     Returns:
         (P, K, W): P panels of W outputs, the last one padded with zeros.
@@ -345,8 +367,11 @@ def product(
 ) -> Tensor:
     """Compute x times a packed weight plus bias, with a fused activation and residual.
 
+    Sums are fp32. With a weight in half precision, the result of each operation is rounded to its
+    dtype, as those of separate operations are.
+
     Args:
-        x: (..., K).
+        x: (..., K), of the weight's dtype.
         panels: (P, K, W), a weight that is `packed`.
         bias: (N,), or None.
         behind: an activation function of `BEHIND`, applied to the result; or None.
@@ -356,19 +381,42 @@ def product(
     Returns:
         out.
     """
-    outputs, (_, inputs, _) = out.shape[-1], panels.shape
+    outputs, inputs = out.shape[-1], panels.shape[1]
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.reshape(-1, inputs).contiguous()
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
-    rows = x.shape[0]
+    if out.dtype == torch.float32:
+        _product(by, x, panels, bias, behind, residual, out)
+        return out
+    # C reads and writes activations as fp32: convert some rows at a time.
+    written = out.view(-1, outputs)
+    for start in range(0, len(x), CONVERTED_ROWS):
+        part = slice(start, start + CONVERTED_ROWS)
+        given = x[part].float()
+        added = None if residual is None else residual.view(-1, outputs)[part].float()
+        made = given.new_empty(len(given), outputs)
+        _product(by, given, panels, bias, behind, added, made)
+        written[part] = made
+    return out
+
+
+def _product(
+    by: Library,
+    x: Tensor,
+    panels: Tensor,
+    bias: Tensor | None,
+    behind: str | None,
+    residual: Tensor | None,
+    out: Tensor,
+) -> None:
+    (rows, inputs), outputs = x.shape, out.shape[-1]
     by.product(
         by.run, threads_for(rows * inputs * outputs), out.data_ptr(), x.data_ptr(),
         panels.data_ptr(), None if bias is None else bias.data_ptr(),
         None if residual is None else residual.data_ptr(), rows, outputs, inputs, x.stride(0),
-        BEHIND[behind],
+        BEHIND[behind], DTYPES[panels.dtype],
     )  # fmt: skip
-    return out
 
 
 class Chosen(NamedTuple):
@@ -523,7 +571,7 @@ def embedding(
         by.run, 1, out.data_ptr(), ids.data_ptr(), tokens.data_ptr(),
         None if position is None else position.data_ptr(),
         None if other is None else other.data_ptr(), rows, width, len(tokens), ids.stride(0),
-        tokens.stride(0), padding, scale,
+        tokens.stride(0), padding, DTYPES[tokens.dtype], scale,
     )  # fmt: skip
     return out if done else None
 

@@ -1,22 +1,25 @@
-/* Attention of one decode step over keys and values that the beams of a sentence share, in fp32.
+/* Attention of one decode step over keys and values that the beams of a sentence share.
  *
- * A task is one key head of a sentence, with all beams and query heads that read it. Keys that all of them see are read
- * once for four of these rows at a time; of the others a row reads those that it sees, so that slots which no beam sees
- * any more are not read at all. Source: ops/beam_attention.py. */
+ * Keys and values are fp32, bf16 or fp16; scores, softmax and sums are fp32. A task is one key head
+ * of a sentence, with all beams and query heads that read it. Keys that all of these rows see are
+ * read once for four rows at a time. Of the other keys, a row reads those that it sees, so that
+ * slots that no beam sees any more are not read at all. Source: ops/beam_attention.py. */
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "attention.h"
 
-/* TOGETHER: rows, PAIR: keys, ACROSS: vectors of a value whose sums stay in registers. NEAR: values that stay near. */
-enum { TOGETHER = 4, PAIR = 2, ACROSS = REGISTERS == 32 ? 4 : 2, NEAR = 32, AHEAD = 16, MOST = 128 / WIDTH };
+/* TOGETHER: rows, PAIR: keys, ACROSS: vectors of a value, with sums in registers. NEAR: values that
+ * stay in the cache. AHEAD: keys between a load and its prefetch. MOST: vectors of a head. */
+enum { TOGETHER = 4, PAIR = 2, ACROSS = REGISTERS == 32 ? 4 : 2, NEAR = 32, AHEAD = 16 };
+enum { MOST = 128 / WIDTH, LINE = 64 };
 
-/* What a thread works with. */
+/* The state of a thread. */
 typedef struct {
-  int64_t rows, pitch;             /* of the scores, (rows, pitch): first of shared keys, then of a row's own */
-  float *scores;
-  int32_t *shared, *own;           /* keys that all rows see, if there are several; what a row sees beside, (rows, N) */
+  int64_t rows, pitch;
+  float *scores;         /* (rows, pitch): of the shared keys, then of a row's own */
+  int32_t *shared, *own; /* keys that all of several rows see; (rows, N), what else a row sees */
   int64_t shared_count, own_count[ROWS];
   const float *query[ROWS], *mask[ROWS], *bias[ROWS];
   float *out[ROWS];
@@ -49,35 +52,42 @@ static void list_keys(const Attention *job, Space *at) {
   }
 }
 
-INLINE void fetch(const float *rows, int64_t pitch, const int32_t *list, int64_t at, int64_t count, const int D) {
-  if (at + AHEAD < count)
-    for (int i = 0; i < D; i += 16) __builtin_prefetch(rows + list[at + AHEAD] * pitch + i);
+INLINE void fetch(const void *rows, int64_t pitch, const int32_t *list, int64_t at, int64_t count,
+                  const int D, const int dtype) {
+  if (at + AHEAD < count) {
+    const char *row = after(rows, list[at + AHEAD] * pitch, dtype);
+    for (int i = 0; i < D * size_of(dtype); i += LINE) __builtin_prefetch(row + i);
+  }
 }
 
-/* Query times keys: the scores of the shared keys, for four rows at once, and of each row's own, four keys at once. */
-INLINE void multiply_keys(const Attention *job, Space *at, const float *keys, const int D) {
+/* Query times keys: the scores of the shared keys, for four rows at once, and of each row's own,
+ * for four keys at once. */
+INLINE void multiply_keys(const Attention *job, Space *at, const void *keys, const int D,
+                          const int dtype) {
   const int C = D / WIDTH;
   const int64_t pitch = job->keys_n;
   for (int64_t r = 0; r < at->rows; r += TOGETHER) {
     vec query[TOGETHER][MOST];
     int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
     UNROLLED for (int t = 0; t < TOGETHER; t++)
-      UNROLLED for (int i = 0; i < C; i++) query[t][i] = load(at->query[r + (t < there ? t : 0)] + WIDTH * i) * job->scale;
+      UNROLLED for (int i = 0; i < C; i++)
+        query[t][i] = load(at->query[r + (t < there ? t : 0)] + WIDTH * i) * job->scale;
     for (int64_t s = 0; s < at->shared_count; s += PAIR) {
-      const float *key[PAIR];
+      const void *key[PAIR];
       vec product[PAIR][TOGETHER] = {};
       UNROLLED for (int p = 0; p < PAIR; p++) {
         const int64_t here = s + p < at->shared_count ? s + p : s;
-        key[p] = keys + at->shared[here] * pitch;
-        fetch(keys, pitch, at->shared, here, at->shared_count, D);
+        key[p] = after(keys, at->shared[here] * pitch, dtype);
+        fetch(keys, pitch, at->shared, here, at->shared_count, D, dtype);
       }
       UNROLLED for (int i = 0; i < C; i++) {
         vec part[PAIR];
-        UNROLLED for (int p = 0; p < PAIR; p++) part[p] = load(key[p] + WIDTH * i);
+        UNROLLED for (int p = 0; p < PAIR; p++) part[p] = load_as(key[p], WIDTH * i, dtype);
         UNROLLED for (int t = 0; t < TOGETHER; t++)
           UNROLLED for (int p = 0; p < PAIR; p++) product[p][t] += query[t][i] * part[p];
       }
-      UNROLLED for (int p = 0; p < PAIR; p++) { /* behind an odd number the pitch has room, and own scores come later */
+      /* After an odd number of keys, the extra score is overwritten by a row's own, or unused. */
+      UNROLLED for (int p = 0; p < PAIR; p++) {
         const quad found = sums(product[p][0], product[p][1], product[p][2], product[p][3]);
         for (int t = 0; t < there; t++) at->scores[(r + t) * at->pitch + s + p] = found[t];
       }
@@ -92,22 +102,24 @@ INLINE void multiply_keys(const Attention *job, Space *at, const float *keys, co
     for (int64_t s = 0; s < count; s += TOGETHER) {
       vec product[TOGETHER] = {};
       UNROLLED for (int t = 0; t < TOGETHER; t++) {
-        const float *key = keys + own[s + t < count ? s + t : count - 1] * pitch;
-        fetch(keys, pitch, own, s + t, count, D);
-        UNROLLED for (int i = 0; i < C; i++) product[t] += query[i] * load(key + WIDTH * i);
+        const void *key = after(keys, own[s + t < count ? s + t : count - 1] * pitch, dtype);
+        fetch(keys, pitch, own, s + t, count, D, dtype);
+        UNROLLED for (int i = 0; i < C; i++)
+          product[t] += query[i] * load_as(key, WIDTH * i, dtype);
       }
-      store_quad(scores + s, sums(product[0], product[1], product[2], product[3])); /* the pitch has room */
+      /* The pitch has room for a whole store. */
+      store_quad(scores + s, sums(product[0], product[1], product[2], product[3]));
     }
   }
 }
 
-INLINE void add_to_scores(float *scores, const float *added, const int32_t *own, int64_t shared, int64_t count,
-                          const int32_t *of_all) {
+INLINE void add_to_scores(float *scores, const float *added, const int32_t *own, int64_t shared,
+                          int64_t count, const int32_t *of_all) {
   for (int64_t s = 0; s < shared; s++) scores[s] += added[of_all[s]];
   for (int64_t s = shared; s < count; s++) scores[s] += added[own[s - shared]];
 }
 
-/* Scores become weights, without the division by their sum, which is returned. */
+/* Replaces scores by weights, and returns their sum, by which they are not divided yet. */
 INLINE float weigh(const Attention *job, Space *at, int64_t r) {
   float *scores = at->scores + r * at->pitch;
   const int32_t *own = at->own + r * job->count;
@@ -126,104 +138,131 @@ INLINE float weigh(const Attention *job, Space *at, int64_t r) {
   return sum(total);
 }
 
-/* Weights times the values that all rows see, of four rows at once: some values after the other, so that they are near
- * while one part of them after the other is added. */
-INLINE void add_shared(const Attention *job, Space *at, const float *values, int64_t r, const int D) {
+/* Adds weights times the values that all rows see, for four rows at once. Values are processed in
+ * groups that stay in the cache while their columns are added one after the other. */
+INLINE void add_shared(const Attention *job, Space *at, const void *values, int64_t r, const int D,
+                       const int dtype) {
   const int C = D / WIDTH;
   const int64_t pitch = job->values_n, there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
   const float *weights[TOGETHER];
   float mixed[TOGETHER][WIDTH * MOST];
-  for (int t = 0; t < TOGETHER; t++) weights[t] = at->scores + (r + (t < there ? t : 0)) * at->pitch;
+  for (int t = 0; t < TOGETHER; t++)
+    weights[t] = at->scores + (r + (t < there ? t : 0)) * at->pitch;
   UNROLLED for (int t = 0; t < TOGETHER; t++)
     UNROLLED for (int i = 0; i < C; i++) store(mixed[t] + WIDTH * i, splat(0.0f));
   for (int64_t first = 0; first < at->shared_count; first += NEAR) {
-    const int64_t end = first + NEAR < at->shared_count ? first + NEAR : at->shared_count;
+    const int64_t left = at->shared_count - first, end = first + (left < NEAR ? left : NEAR);
     UNROLLED for (int c = 0; c < C; c += ACROSS) {
       vec sum_of[TOGETHER][ACROSS];
-#define EACH UNROLLED for (int t = 0; t < TOGETHER; t++) UNROLLED for (int i = 0; i < ACROSS && c + i < C; i++)
+#define EACH_PART UNROLLED for (int i = 0; i < ACROSS && c + i < C; i++)
+#define EACH UNROLLED for (int t = 0; t < TOGETHER; t++) EACH_PART
       EACH sum_of[t][i] = load(mixed[t] + WIDTH * (c + i));
       for (int64_t s = first; s < end; s++) {
-        const float *value = values + at->shared[s] * pitch + WIDTH * c;
-        if (c == 0) fetch(values, pitch, at->shared, s, at->shared_count, D);
+        const void *value = after(values, at->shared[s] * pitch + WIDTH * c, dtype);
+        if (c == 0) fetch(values, pitch, at->shared, s, at->shared_count, D, dtype);
         vec part[ACROSS];
-        UNROLLED for (int i = 0; i < ACROSS && c + i < C; i++) part[i] = load(value + WIDTH * i);
+        EACH_PART part[i] = load_as(value, WIDTH * i, dtype);
         EACH sum_of[t][i] += weights[t][s] * part[i];
       }
       EACH store(mixed[t] + WIDTH * (c + i), sum_of[t][i]);
 #undef EACH
+#undef EACH_PART
     }
   }
   for (int t = 0; t < there; t++)
-    UNROLLED for (int i = 0; i < C; i++) store(at->out[r + t] + WIDTH * i, load(mixed[t] + WIDTH * i));
+    UNROLLED for (int i = 0; i < C; i++)
+      store(at->out[r + t] + WIDTH * i, load(mixed[t] + WIDTH * i));
 }
 
-/* Weights times values, as the scores. */
-INLINE void add_values(const Attention *job, Space *at, const float *values, const float *total, const int D) {
+/* Writes weights times values, of the shared keys and of each row's own, to the output. */
+INLINE void add_values(const Attention *job, Space *at, const void *values, const float *total,
+                       const int D, const int dtype) {
   const int C = D / WIDTH;
   const int64_t pitch = job->values_n;
-  for (int64_t r = 0; r < at->rows; r += TOGETHER) add_shared(job, at, values, r, D);
+  for (int64_t r = 0; r < at->rows; r += TOGETHER) add_shared(job, at, values, r, D, dtype);
   for (int64_t r = 0; r < at->rows; r++) {
     const int32_t *own = at->own + r * job->count;
     const int64_t count = at->own_count[r];
     const float *weights = at->scores + r * at->pitch + at->shared_count;
-    vec even[MOST], odd[MOST]; /* two sums, so that one addition need not wait for the other */
-    UNROLLED for (int i = 0; i < C; i++) even[i] = load(at->out[r] + WIDTH * i), odd[i] = splat(0.0f);
+    vec even[MOST], odd[MOST]; /* two sums, so that additions need not wait for each other */
+    UNROLLED for (int i = 0; i < C; i++)
+      even[i] = load(at->out[r] + WIDTH * i), odd[i] = splat(0.0f);
     int64_t s = 0;
     for (; s + 1 < count; s += 2) {
-      const float *one = values + own[s] * pitch, *other = values + own[s + 1] * pitch;
-      fetch(values, pitch, own, s, count, D);
-      fetch(values, pitch, own, s + 1, count, D);
+      const void *one = after(values, own[s] * pitch, dtype);
+      const void *other = after(values, own[s + 1] * pitch, dtype);
+      fetch(values, pitch, own, s, count, D, dtype);
+      fetch(values, pitch, own, s + 1, count, D, dtype);
       UNROLLED for (int i = 0; i < C; i++) {
-        even[i] += weights[s] * load(one + WIDTH * i);
-        odd[i] += weights[s + 1] * load(other + WIDTH * i);
+        even[i] += weights[s] * load_as(one, WIDTH * i, dtype);
+        odd[i] += weights[s + 1] * load_as(other, WIDTH * i, dtype);
       }
     }
     if (s < count)
-      UNROLLED for (int i = 0; i < C; i++) even[i] += weights[s] * load(values + own[s] * pitch + WIDTH * i);
-    const float share = 1.0f / total[r]; /* of a row that sees nothing 1 / 0, and its values become 0 * inf: NaN */
-    UNROLLED for (int i = 0; i < C; i++) store(at->out[r] + WIDTH * i, (even[i] + odd[i]) * share);
+      UNROLLED for (int i = 0; i < C; i++)
+        even[i] += weights[s] * load_as(values, own[s] * pitch + WIDTH * i, dtype);
+    const float share = 1.0f / total[r]; /* of a row that sees nothing inf; it gets 0 * inf, NaN */
+    UNROLLED for (int i = 0; i < C; i++) {
+      const vec mixed = (even[i] + odd[i]) * share;
+      /* Keys in memory have the dtype of the output; keys of an encoder are fp32 buffers. */
+      const vec out = dtype == FP32 ? rounded(mixed, (int)job->out_dtype) : rounded(mixed, dtype);
+      store(at->out[r] + WIDTH * i, out);
+    }
   }
 }
 
-/* The newest tokens' keys and values of one head, written to their slots. */
+INLINE void write_row(void *to, int64_t at, const float *from, int64_t dims, const int dtype) {
+  for (int64_t d = 0; d < dims; d += WIDTH) store_as(to, at + d, load(from + d), dtype);
+}
+
+/* Writes the newest tokens' keys and values of one head to their slots. */
 static void keep_newest(const Attention *job, int64_t b, int64_t head) {
-  const size_t bytes = sizeof(float) * job->dims;
   for (int64_t m = 0; m < job->beams; m++) {
-    const int64_t from = (b * job->beams + m) * job->new_row + head * job->dims, slot = job->slot + m;
-    memcpy(job->keys + b * job->keys_b + head * job->keys_h + slot * job->keys_n, job->new_keys + from, bytes);
-    memcpy(job->values + b * job->values_b + head * job->values_h + slot * job->values_n, job->new_values + from, bytes);
+    const int64_t from = (b * job->beams + m) * job->new_row + head * job->dims;
+    const int64_t slot = job->slot + m;
+    const int64_t key = b * job->keys_b + head * job->keys_h + slot * job->keys_n;
+    const int64_t value = b * job->values_b + head * job->values_h + slot * job->values_n;
+    WITH_DTYPE(job->dtype, write_row, job->keys, key, job->new_keys + from, job->dims)
+    WITH_DTYPE(job->dtype, write_row, job->values, value, job->new_values + from, job->dims)
   }
 }
 
-/* What the heads of a sentence give to each key; one thread has all of them. */
-static void note_weights(const Attention *job, const Space *at, const float *total, int64_t b, int64_t head) {
+/* Adds the weights of a head to the mean over all heads, which one thread computes. */
+static void note_weights(const Attention *job, const Space *at, const float *total, int64_t b,
+                         int64_t head) {
   float *of_beams = job->weights + b * job->beams * job->count;
   if (head == 0) memset(of_beams, 0, sizeof(float) * job->beams * job->count);
   for (int64_t r = 0; r < at->rows; r++) {
     float *weights = of_beams + r % job->beams * job->count;
-    const float *scores = at->scores + r * at->pitch, share = 1.0f / (total[r] * job->key_heads * job->groups);
+    const float *scores = at->scores + r * at->pitch;
+    const float share = 1.0f / (total[r] * job->key_heads * job->groups);
     const int32_t *own = at->own + r * job->count;
-    if (!(total[r] > 0.0f)) /* nothing is seen, or NaN */
+    if (!(total[r] > 0.0f)) /* the row sees nothing, or a score is NaN */
       for (int64_t n = 0; n < job->count; n++) weights[n] = NAN;
     for (int64_t s = 0; s < at->shared_count; s++) weights[at->shared[s]] += scores[s] * share;
-    for (int64_t s = 0; s < at->own_count[r]; s++) weights[own[s]] += scores[at->shared_count + s] * share;
+    for (int64_t s = 0; s < at->own_count[r]; s++)
+      weights[own[s]] += scores[at->shared_count + s] * share;
   }
 }
 
-INLINE void attend(const Attention *job, Space *at, int64_t b, int64_t head, const int D) {
+INLINE void attend(const Attention *job, Space *at, int64_t b, int64_t head, const int D,
+                   const int dtype) {
+  const void *keys = after(job->keys, b * job->keys_b + head * job->keys_h, dtype);
+  const void *values = after(job->values, b * job->values_b + head * job->values_h, dtype);
   float total[ROWS];
-  multiply_keys(job, at, job->keys + b * job->keys_b + head * job->keys_h, D);
+  multiply_keys(job, at, keys, D, dtype);
   for (int64_t r = 0; r < at->rows; r++) total[r] = weigh(job, at, r);
   if (job->weights) note_weights(job, at, total, b, head);
-  add_values(job, at, job->values + b * job->values_b + head * job->values_h, total, D);
+  add_values(job, at, values, total, D, dtype);
 }
 
 void work_on_attention(void *given) {
   Attention *job = given;
-  /* All keys, up to a whole vector and a whole store of four, wherever that begins. */
-  Space at = {.rows = job->beams * job->groups, .pitch = ((job->count + TOGETHER - 1) / WIDTH + 1) * WIDTH};
-  const int64_t tasks = job->sentences * job->key_heads, size = at.rows * at.pitch + (at.rows + 1) * job->count;
-  at.scores = malloc(4 * size);
+  /* The pitch has room for all keys, in whole vectors and whole stores of four, from any key on. */
+  Space at = {.rows = job->beams * job->groups,
+              .pitch = ((job->count + TOGETHER - 1) / WIDTH + 1) * WIDTH};
+  const int64_t tasks = job->sentences * job->key_heads;
+  at.scores = malloc(4 * (at.rows * at.pitch + (at.rows + 1) * job->count));
   if (!at.scores) {
     __atomic_store_n(&job->without_memory, 1, __ATOMIC_RELAXED);
     return;
@@ -233,42 +272,44 @@ void work_on_attention(void *given) {
   int64_t listed = -1;
   for (int64_t chunk; (chunk = next(&job->next)) * job->at_once < tasks;)
     for (int64_t i = 0; i < job->at_once; i++) {
-      const int64_t task = chunk * job->at_once + i, b = task / job->key_heads, head = task % job->key_heads;
+      const int64_t task = chunk * job->at_once + i;
+      const int64_t b = task / job->key_heads, head = task % job->key_heads;
       if (task >= tasks) break;
       if (job->new_keys) keep_newest(job, b, head);
       place_rows(job, &at, b, head);
       if (b != listed || job->mask_h) list_keys(job, &at);
       listed = b;
       switch (job->dims) {
-        case 16: attend(job, &at, b, head, 16); break;
-        case 32: attend(job, &at, b, head, 32); break;
-        case 48: attend(job, &at, b, head, 48); break;
-        case 64: attend(job, &at, b, head, 64); break;
-        case 80: attend(job, &at, b, head, 80); break;
-        case 96: attend(job, &at, b, head, 96); break;
-        case 128: attend(job, &at, b, head, 128); break;
+#define OF(dims) \
+  case dims: WITH_DTYPE(job->dtype, attend, job, &at, b, head, dims) break;
+        OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
+#undef OF
       }
     }
   free(at.scores);
 }
 
-/* All heads of a sentence at once share a list of keys; with few sentences, threads share the heads. */
+/* All heads of a sentence share its list of keys; with few sentences, threads share the heads. */
 void prepare_attention(Attention *job, unsigned threads) {
   job->at_once = threads > 1 && job->sentences < 4 * threads && !job->weights ? 1 : job->key_heads;
   job->next = job->without_memory = 0;
 }
 
-/* Arguments as those of `Attention`. Returns 0 where there was no memory for the scores. */
-int beam_attention(parallel run, unsigned threads, float *out, const float *query, const float *keys,
-                   const float *values, const float *mask, int64_t sentences, int64_t beams, int64_t key_heads,
-                   int64_t groups, int64_t count, int64_t dims, float scale, int64_t query_b, int64_t query_m,
-                   int64_t query_h, int64_t keys_b, int64_t keys_h, int64_t keys_n, int64_t values_b, int64_t values_h,
+/* fp32; arguments as those of `Attention`. Returns 0 if there was no memory for the scores. */
+int beam_attention(parallel run, unsigned threads, float *out, const float *query,
+                   const float *keys, const float *values, const float *mask, int64_t sentences,
+                   int64_t beams, int64_t key_heads, int64_t groups, int64_t count, int64_t dims,
+                   float scale, int64_t query_b, int64_t query_m, int64_t query_h, int64_t keys_b,
+                   int64_t keys_h, int64_t keys_n, int64_t values_b, int64_t values_h,
                    int64_t values_n, int64_t mask_b, int64_t mask_h, int64_t mask_m) {
-  Attention job = {.out = out, .query = query, .mask = mask, .keys = (float *)keys, .values = (float *)values,
-                   .sentences = sentences, .beams = beams, .key_heads = key_heads, .groups = groups, .count = count,
-                   .dims = dims, .scale = scale, .out_b = beams * key_heads * groups * dims, .query_b = query_b, .query_m = query_m, .query_h = query_h,
-                   .keys_b = keys_b, .keys_h = keys_h, .keys_n = keys_n, .values_b = values_b, .values_h = values_h,
-                   .values_n = values_n, .mask_b = mask_b, .mask_h = mask_h, .mask_m = mask_m};
+  Attention job = {
+      .out = out, .query = query, .mask = mask, .keys = (void *)keys, .values = (void *)values,
+      .sentences = sentences, .beams = beams, .key_heads = key_heads, .groups = groups,
+      .count = count, .dims = dims, .dtype = FP32, .out_dtype = FP32, .scale = scale,
+      .out_b = beams * key_heads * groups * dims, .query_b = query_b, .query_m = query_m,
+      .query_h = query_h, .keys_b = keys_b, .keys_h = keys_h, .keys_n = keys_n,
+      .values_b = values_b, .values_h = values_h, .values_n = values_n, .mask_b = mask_b,
+      .mask_h = mask_h, .mask_m = mask_m};
   prepare_attention(&job, threads);
   in_parallel(run, threads, work_on_attention, &job);
   return !job.without_memory;

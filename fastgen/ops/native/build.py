@@ -39,8 +39,10 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {
-    "avx512": Variant("x86_64", ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma")),
-    "avx2": Variant("x86_64", ("-mavx2", "-mfma")),
+    "avx512": Variant(
+        "x86_64", ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c")
+    ),
+    "avx2": Variant("x86_64", ("-mavx2", "-mfma", "-mf16c")),
     # GCC's scheduler would load more inputs at once than the registers beside the sums can hold.
     "neon": Variant("aarch64", ("-fno-schedule-insns",)),
 }

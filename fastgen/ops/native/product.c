@@ -1,16 +1,19 @@
-/* fp32 products of few or many rows with packed weights.
+/* Products of few or many rows with packed weights of fp32, bf16 or fp16; sums are fp32.
  *
- * A weight (N, K) lies in panels of `PANEL` outputs: all of a panel's numbers for the first input, then for the second.
- * A block of `TALL` rows times a panel is summed up in registers; what is read from memory is the panel, as it lies
- * there, once for all blocks of a task. Source: Goto and van de Geijn 2008, Anatomy of high-performance matrix
- * multiplication. */
+ * A weight (N, K) is packed in panels of `PANEL` outputs: all elements of a panel for the first
+ * input, then for the second, and so on. A block of up to `TALL` rows times a panel is accumulated
+ * in registers. Memory traffic is the panel, read sequentially, once for all blocks of a task. A
+ * weight of 16 bits has half the traffic; its elements are widened as they are loaded.
+ *
+ * Source: Goto and van de Geijn 2008, Anatomy of high-performance matrix multiplication. */
 
 #include "product.h"
 
-/* WIDE: vectors of a panel. AHEAD: inputs whose numbers are fetched before they are needed, some KiB of a panel.
- * DEPTH: inputs of a piece of a panel. BLOCKS: that a task has at most, whose inputs stay near. SIDE: its panels. */
-enum { WIDE = REGISTERS == 32 ? 4 : 2, AHEAD = WIDTH == 16 ? 8 : 64 };
-enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 24, SIDE = 8 };
+/* WIDE: vectors per row of a panel. AHEAD: bytes between a load and its prefetch. DEPTH: inputs per
+ * piece of a panel. BLOCKS: most blocks per task, whose inputs stay in the cache. SIDE: most
+ * panels per task. */
+enum { WIDE = REGISTERS == 32 ? 4 : 2, AHEAD = WIDTH == 16 ? 2048 : 4096 };
+enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 24, SIDE = 8, LINE = 64 };
 
 int panel(void) { return PANEL; }
 
@@ -24,83 +27,86 @@ static __attribute__((noinline)) vec behind(vec x, int64_t kind) {
   }
 }
 
-/* The part of a row that is a vector, or what is left of one. */
-INLINE vec some(const float *p, int64_t count) {
-  if (count >= WIDTH) return load(p);
-  float held[WIDTH] = {};
-  for (int64_t i = 0; i < count; i++) held[i] = p[i];
-  return load(held);
-}
-
-INLINE void store_some(float *p, vec x, int64_t count) {
-  if (count >= WIDTH) {
-    store(p, x);
-    return;
-  }
-  float held[WIDTH];
-  store(held, x);
-  for (int64_t i = 0; i < count; i++) p[i] = held[i];
-}
-
-/* What is behind the sums of a block, which lie in `total`; of the inputs up to `from` there are sums in the output. */
-static void finish(const Product *job, const float *total, int64_t row, int64_t rows, int64_t p, int64_t from, int64_t to) {
+/* Adds what follows the sums of a block in the last, partly filled panel. `total` holds the sums of
+ * this piece; if `from` > 0, the output holds those of the inputs before it. */
+INLINE void finish_part(const Product *job, const float *total, int64_t row, int64_t rows,
+                        int64_t p, int64_t from, int64_t to, const int dtype) {
   for (int64_t r = row; r < row + rows; r++, total += PANEL)
-    for (int64_t at = 0, left; at < PANEL && (left = job->outputs - p * PANEL - at) > 0; at += WIDTH) {
+    for (int64_t at = 0, left; at < PANEL && (left = job->outputs - p * PANEL - at) > 0;
+         at += WIDTH) {
       const int64_t column = p * PANEL + at;
-      float *out = job->out + r * job->out_row + column;
+      float *out = job->out + r * job->out_row;
       vec y = load(total + at);
-      if (from) y += some(out, left);
+      if (from) y += load_some(out, column, left, FP32);
       if (to == job->inputs) {
-        if (job->bias) y += some(job->bias + column, left);
-        if (job->behind) y = behind(y, job->behind);
-        if (job->gate) y *= some(job->gate + r * job->gate_row + column, left);
-        if (job->residual) y += some(job->residual + r * job->residual_row + column, left);
+        if (job->bias) y += load_some(job->bias, column, left, dtype);
+        y = rounded(y, dtype);
+        if (job->behind) y = rounded(behind(y, job->behind), dtype);
+        if (job->gate)
+          y = rounded(y * load_some(job->gate + r * job->gate_row, column, left, FP32), dtype);
+        if (job->residual) {
+          const float *residual = job->residual + r * job->residual_row;
+          y = rounded(y + load_some(residual, column, left, FP32), dtype);
+        }
       }
-      store_some(out, y, left);
+      store_some(out, column, y, left, FP32);
     }
+}
+
+static __attribute__((noinline)) void finish(const Product *job, const float *total, int64_t row,
+                                             int64_t rows, int64_t p, int64_t from, int64_t to) {
+  WITH_DTYPE(job->dtype, finish_part, job, total, row, rows, p, from, to)
 }
 
 #define EACH UNROLLED for (int r = 0; r < rows; r++) UNROLLED for (int i = 0; i < WIDE; i++)
 
-/* The same of a whole panel, whose sums stay in registers. */
-INLINE void finish_whole(const Product *job, vec total[TALL][WIDE], int64_t row, int64_t column, int64_t from, int64_t to,
-                         const int rows) {
+/* The same for a full panel, whose sums stay in registers. */
+INLINE void finish_whole(const Product *job, vec total[TALL][WIDE], int64_t row, int64_t column,
+                         int64_t from, int64_t to, const int rows, const int dtype) {
   float *out = job->out + row * job->out_row + column;
   if (from) EACH total[r][i] += load(out + r * job->out_row + i * WIDTH);
   if (to == job->inputs) {
     if (job->bias) {
       vec bias[WIDE];
-      UNROLLED for (int i = 0; i < WIDE; i++) bias[i] = load(job->bias + column + i * WIDTH);
+      UNROLLED for (int i = 0; i < WIDE; i++)
+        bias[i] = load_as(job->bias, column + i * WIDTH, dtype);
       EACH total[r][i] += bias[i];
     }
-    if (job->behind) EACH total[r][i] = behind(total[r][i], job->behind);
-    if (job->gate) EACH total[r][i] *= load(job->gate + (row + r) * job->gate_row + column + i * WIDTH);
-    if (job->residual) EACH total[r][i] += load(job->residual + (row + r) * job->residual_row + column + i * WIDTH);
+    EACH total[r][i] = rounded(total[r][i], dtype);
+    if (job->behind) EACH total[r][i] = rounded(behind(total[r][i], job->behind), dtype);
+    if (job->gate) {
+      const float *gate = job->gate + row * job->gate_row + column;
+      EACH total[r][i] =
+          rounded(total[r][i] * load(gate + r * job->gate_row + i * WIDTH), dtype);
+    }
+    if (job->residual) {
+      const float *residual = job->residual + row * job->residual_row + column;
+      EACH total[r][i] =
+          rounded(total[r][i] + load(residual + r * job->residual_row + i * WIDTH), dtype);
+    }
   }
   EACH store(out + r * job->out_row + i * WIDTH, total[r][i]);
 }
 
-/* What is fetched meanwhile: from `at` on, for each input so many bytes further. */
+/* Memory to prefetch during a block: from `at` on, `step` bytes for each input. */
 typedef struct {
-  const float *at;
+  const char *at;
   int64_t step;
 } Fetch;
 
-/* Rows from `row` on times a panel, over the inputs from `from` to `to`. fetch: NULL for the panel itself, ahead. */
-INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, int64_t to, const Fetch *fetch,
-                     const int rows) {
-  const int64_t x_row = job->x_row;
-  const float *x = job->x + row * x_row, *panel = job->panels + p * job->inputs * PANEL;
+/* Multiplies rows from `row` on with a panel, over the inputs from `from` to `to`. */
+INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, int64_t to,
+                     Fetch fetch, const int rows, const int dtype) {
+  const int64_t x_row = job->x_row, size = size_of(dtype);
+  const float *x = job->x + row * x_row;
+  const char *panel = after(job->panels, p * job->inputs * PANEL, dtype);
   vec total[TALL][WIDE];
-  const char *coming = fetch ? (const char *)fetch->at : NULL;
   EACH total[r][i] = splat(0.0f);
-  for (int64_t k = from; k < to; k++) {
+  for (int64_t k = from; k < to; k++, fetch.at += fetch.step) {
     vec weight[WIDE];
-    const char *near = fetch ? coming : (const char *)(panel + (k + AHEAD) * PANEL);
-    if (fetch) coming += fetch->step;
     UNROLLED for (int i = 0; i < WIDE; i++) {
-      weight[i] = load(panel + k * PANEL + i * WIDTH);
-      if (i * WIDTH % 16 == 0) __builtin_prefetch(near + 4 * i * WIDTH);
+      weight[i] = load_as(panel, k * PANEL + i * WIDTH, dtype);
+      if (i * WIDTH * size % LINE == 0) __builtin_prefetch(fetch.at + i * WIDTH * size);
     }
     UNROLLED for (int r = 0; r < rows; r++) {
       vec input = splat(x[r * x_row + k]);
@@ -108,7 +114,7 @@ INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, i
     }
   }
   if ((p + 1) * PANEL <= job->outputs) {
-    finish_whole(job, total, row, p * PANEL, from, to, rows);
+    finish_whole(job, total, row, p * PANEL, from, to, rows, dtype);
     return;
   }
   float kept[TALL * PANEL];
@@ -118,59 +124,71 @@ INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, i
 
 static int64_t blocks_of(const Product *job) { return (job->rows + TALL - 1) / TALL; }
 
-/* Tasks of few rows, so that all threads have some; of many, so that a panel is seldom read. */
+/* Divides the work: with few rows so that all threads have tasks, with many so that panels are read
+ * as few times as possible. */
 void prepare_product(Product *job, unsigned threads) {
   const int64_t panels = (job->outputs + PANEL - 1) / PANEL, blocks = blocks_of(job);
   const int64_t chunks = blocks ? (blocks + BLOCKS - 1) / BLOCKS : 1;
   job->chunk = blocks ? (blocks + chunks - 1) / chunks : 1;
-  while (threads > 1 && job->chunk > 1 && panels * ((blocks + job->chunk - 1) / job->chunk) < 4 * threads)
+  while (threads > 1 && job->chunk > 1 &&
+         panels * ((blocks + job->chunk - 1) / job->chunk) < 4 * threads)
     job->chunk = (job->chunk + 1) / 2;
-  job->side = threads == 1 ? panels : panels / (8 * threads) < SIDE ? panels / (8 * threads) : SIDE;
+  const int64_t share = panels / (8 * threads);
+  job->side = threads == 1 ? panels : share < SIDE ? share : SIDE;
   job->side = job->side < 1 ? 1 : job->side;
   job->next = 0;
 }
 
-/* A piece of a panel times all rows of a task. While its first block is computed the rest of the piece is fetched,
- * while the others are, what comes behind it. */
-static void multiply_piece(const Product *job, int64_t p, int64_t from, int64_t to, int64_t first, int64_t last) {
-  const int64_t blocks = blocks_of(job), others = last - first - 1;
-  const float *panel = job->panels + p * job->inputs * PANEL;
-  Fetch fetch = {};
+/* Multiplies a piece of a panel with all rows of a task. The first block prefetches the piece itself,
+ * the others prefetch what follows it. */
+INLINE void multiply_piece(const Product *job, int64_t p, int64_t from, int64_t to, int64_t first,
+                           int64_t last, const int dtype) {
+  const int64_t blocks = blocks_of(job), others = last - first - 1, bytes = PANEL * size_of(dtype);
+  const char *panel = after(job->panels, p * job->inputs * PANEL, dtype);
+  Fetch fetch = {panel + from * bytes + AHEAD, bytes};
   for (int64_t block = first; block < last; block++) {
-    const int64_t row = block * job->rows / blocks; /* blocks of nearly equal height */
+    const int64_t row = block * job->rows / blocks; /* blocks differ by at most one row */
     switch ((block + 1) * job->rows / blocks - row) {
-#define OF(rows) \
-  case rows: \
-    if (block > first) multiply(job, row, p, from, to, &fetch, rows); \
-    else multiply(job, row, p, from, to, NULL, rows); \
-    break;
+#define OF(rows) case rows: multiply(job, row, p, from, to, fetch, rows, dtype); break;
       OF(1) OF(2) OF(3) OF(4) OF(5) OF(6)
 #undef OF
     }
-    if (others) fetch = (Fetch){panel + (to + (block - first) * (to - from) / others) * PANEL, 4 * PANEL / others};
+    if (others)
+      fetch = (Fetch){panel + (to + (block - first) * (to - from) / others) * bytes,
+                      bytes / others};
+  }
+}
+
+/* Multiplies a panel with all rows of a task, piece by piece. */
+INLINE void multiply_panel(const Product *job, int64_t p, int64_t first, int64_t last,
+                           const int dtype) {
+  for (int64_t from = 0; from < job->inputs; from += DEPTH) {
+    const int64_t to = from + DEPTH < job->inputs ? from + DEPTH : job->inputs;
+    multiply_piece(job, p, from, to, first, last, dtype);
   }
 }
 
 void work_on_product(void *given) {
   Product *job = given;
-  const int64_t blocks = blocks_of(job), panels = (job->outputs + PANEL - 1) / PANEL, K = job->inputs;
+  const int64_t blocks = blocks_of(job), panels = (job->outputs + PANEL - 1) / PANEL;
   const int64_t sides = (panels + job->side - 1) / job->side;
   const int64_t tasks = sides * ((blocks + job->chunk - 1) / job->chunk);
   for (int64_t task; (task = next(&job->next)) < tasks;) {
-    const int64_t first = task / sides * job->chunk, last = first + job->chunk < blocks ? first + job->chunk : blocks;
-    const int64_t begin = task % sides * job->side, end = begin + job->side < panels ? begin + job->side : panels;
+    const int64_t first = task / sides * job->chunk, begin = task % sides * job->side;
+    const int64_t last = first + job->chunk < blocks ? first + job->chunk : blocks;
+    const int64_t end = begin + job->side < panels ? begin + job->side : panels;
     for (int64_t p = begin; p < end; p++)
-      for (int64_t from = 0; from < K; from += DEPTH)
-        multiply_piece(job, p, from, from + DEPTH < K ? from + DEPTH : K, first, last);
+      WITH_DTYPE(job->dtype, multiply_panel, job, p, first, last)
   }
 }
 
 /* out, residual: (rows, outputs) contiguous; x: (rows, inputs) with rows `x_row` elements apart. */
-void product(parallel run, unsigned threads, float *out, const float *x, const float *panels, const float *bias,
-             const float *residual, int64_t rows, int64_t outputs, int64_t inputs, int64_t x_row, int64_t behind) {
-  Product job = {.out = out, .x = x, .panels = panels, .bias = bias, .residual = residual, .rows = rows,
-                 .outputs = outputs, .inputs = inputs, .out_row = outputs, .x_row = x_row, .residual_row = outputs,
-                 .behind = behind};
+void product(parallel run, unsigned threads, float *out, const float *x, const void *panels,
+             const void *bias, const float *residual, int64_t rows, int64_t outputs, int64_t inputs,
+             int64_t x_row, int64_t behind, int64_t dtype) {
+  Product job = {.out = out, .x = x, .panels = panels, .bias = bias, .residual = residual,
+                 .rows = rows, .outputs = outputs, .inputs = inputs, .out_row = outputs,
+                 .x_row = x_row, .residual_row = outputs, .behind = behind, .dtype = dtype};
   prepare_product(&job, threads);
   in_parallel(run, threads, work_on_product, &job);
 }

@@ -1,25 +1,31 @@
-/* Products with packed weights: what a thread needs to work on one. */
+/* Products with packed weights: the work that threads share. */
 
 #ifndef PRODUCT_H
 #define PRODUCT_H
 
-#include "vector.h"
+#include "dtype.h"
 
-enum { NOTHING, RELU, GELU, GELU_TANH, SILU }; /* what comes behind a product; see ops/native/__init__.py */
+/* Activation functions after a product; ops/native/__init__.py has the same codes. */
+enum { NOTHING, RELU, GELU, GELU_TANH, SILU };
 
-/* out = behind(x times the weight + bias) + residual, or times gate. */
+/* out = behind(x times the weight + bias) + residual, or times gate.
+ *
+ * The result of each of these operations is rounded to `dtype`, that of the weight and the bias. */
 typedef struct {
   float *out;
-  const float *x, *panels, *bias, *residual, *gate; /* the last three or NULL */
+  const float *x;
+  const void *panels, *bias;                      /* of dtype; bias may be NULL */
+  const float *residual, *gate;                   /* or NULL */
   int64_t rows, outputs, inputs;
-  int64_t out_row, x_row, residual_row, gate_row;   /* elements from one row to the next */
-  int64_t behind;
-  int64_t chunk, side, next;                        /* blocks of rows, and panels, that a task has; the next task */
+  int64_t out_row, x_row, residual_row, gate_row; /* elements from one row to the next */
+  int64_t behind, dtype;
+  int64_t chunk, side, next; /* blocks of rows, and panels, of a task; the next task */
 } Product;
 
 void prepare_product(Product *job, unsigned threads);
 void work_on_product(void *job);
-void product(parallel run, unsigned threads, float *out, const float *x, const float *panels, const float *bias,
-             const float *residual, int64_t rows, int64_t outputs, int64_t inputs, int64_t x_row, int64_t behind);
+void product(parallel run, unsigned threads, float *out, const float *x, const void *panels,
+             const void *bias, const float *residual, int64_t rows, int64_t outputs, int64_t inputs,
+             int64_t x_row, int64_t behind, int64_t dtype);
 
 #endif

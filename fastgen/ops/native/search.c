@@ -1,7 +1,8 @@
-/* Whole steps of a search, from the newest tokens to the choice of the next, as many as nobody has to look at.
+/* Whole steps of a search, from the newest tokens to the choice of the next, until a callback has
+ * to observe one. They call the functions of single steps: `embed`, `step_at`, `product`, `k_best`,
+ * `choose` and `move_rows`.
  *
- * Each is made of what a step by itself is made of: `embed`, `step`, `product`, `k_best`, `choose`, `move_rows`. What is
- * left is what lies between them. Source: decoding/search/beam_search.py, decoding/search/first_finished.py, decoding/search/sampling.py. */
+ * Source: decoding/search/beam_search.py, first_finished.py and sampling.py. */
 
 #include "search.h"
 
@@ -13,9 +14,10 @@
 #include "product.h"
 #include "tables.h"
 
-enum { THREAD_WORK = 32 * 1024 }; /* as ops/native/__init__.py has it */
+enum { THREAD_WORK = 32 * 1024 }; /* as in ops/native/__init__.py */
 
-static const double PATIENCE = 0.1; /* seconds behind which whoever waits, such as a signal of Python's, has its turn */
+/* Seconds after which a call returns to Python, which may have signals to handle. */
+static const double PATIENCE = 0.1;
 
 static unsigned threads_for(const Decoder *model, int64_t work) {
   const int64_t threads = work / THREAD_WORK;
@@ -32,34 +34,49 @@ static int may_go_on(const Decoder *model, const Texts *texts) {
   return texts->made < texts->steps && (!texts->made || seconds() - model->began[0] < PATIENCE);
 }
 
-/* What the first sublayer reads, and the stream: the rows of texts' newest tokens. 0 where a token has none. */
+INLINE void add_row(float *out, const void *row, int64_t width, const int dtype) {
+  for (int64_t c = 0; c < width; c += WIDTH) {
+    const vec total = load_some(out, c, width - c, FP32) + load_some(row, c, width - c, dtype);
+    store_some(out, c, rounded(total, dtype), width - c, FP32);
+  }
+}
+
+INLINE void scale_all(float *x, int64_t count, float scale, const int dtype) {
+  for (int64_t i = 0; i < count; i += WIDTH)
+    store_some(x, i, rounded(load_some(x, i, count - i, FP32) * scale, dtype), count - i, FP32);
+}
+
+/* Writes the input of the first sublayer, and the stream: the embeddings of the newest tokens.
+ * Returns 0 if a token is not a row of the embedding. */
 static int read_tokens(const Decoder *model, const Texts *texts, int64_t beams) {
   const Step *step = model->step;
-  const int64_t C = step->width, V = model->vocabulary, R = step->rows;
+  const int64_t C = step->width, V = model->vocabulary, R = step->rows, D = step->dtype;
   const int between = model->norm_tokens && model->embedded.kind != UNNORMED;
   float *sum = step->norm_first ? step->stream : step->x;
   for (int64_t r = 0; r < R; r++) {
-    const int64_t *id = texts->ids + r / beams * texts->ids_b + r % beams * texts->ids_m + texts->length - 1;
-    const float *position = NULL, *other = NULL;
+    const int64_t row = r / beams * texts->ids_b + r % beams * texts->ids_m;
+    const int64_t *id = texts->ids + row + texts->length - 1;
+    const void *position = NULL, *other = NULL;
     if (model->positions) {
-      const int64_t at = model->position[r], before = model->padding_row < 0 ? at - 1 : model->padding_row;
-      position = model->positions + at * model->position_row;
-      if (model->padding >= 0) other = model->positions + before * model->position_row;
+      const int64_t at = model->position[r];
+      const int64_t before = model->padding_row < 0 ? at - 1 : model->padding_row;
+      position = after(model->positions, at * model->position_row, D);
+      if (model->padding >= 0) other = after(model->positions, before * model->position_row, D);
       if (other && *id == model->padding) position = other;
     }
     float *out = sum + r * C;
-    if (!embed(NULL, 1, out, id, model->tokens, between ? NULL : position, NULL, 1, C, V, 1, model->token_row, -1,
-               (float)model->scale))
+    if (!embed(NULL, 1, out, id, model->tokens, between ? NULL : position, NULL, 1, C, V, 1,
+               model->token_row, -1, D, (float)model->scale))
       return 0;
-    norm_row(out, out, &model->embedded, C);
-    if (between && position)
-      for (int64_t c = 0; c < C; c++) out[c] += position[c];
-    if (step->norm_first) norm_row(step->x + r * C, out, &model->first, C);
+    norm_row(out, out, &model->embedded, C, D);
+    if (between && position) WITH_DTYPE(D, add_row, out, position, C)
+    if (step->norm_first) norm_row(step->x + r * C, out, &model->first, C, D);
   }
   return 1;
 }
 
-/* The logits of texts' newest tokens, whose keys and values take the next slots; or why there are none. */
+/* Computes the logits of the newest tokens, whose keys and values take the next slots. Returns why
+ * it could not. */
 static int make_logits(parallel run, barrier wait, Decoder *model, Texts *texts, int64_t beams) {
   const Step *step = model->step;
   const Rows *call = &step->calls[0];
@@ -77,16 +94,16 @@ static int make_logits(parallel run, barrier wait, Decoder *model, Texts *texts,
   if (!step_at(run, threads_for(model, most), wait, step, texts->run)) return NO_MEMORY;
   const int64_t C = step->width, V = model->head.outputs;
   if (model->head_scale != 1.0)
-    for (int64_t i = 0; i < step->rows * C; i++) step->x[i] *= (float)model->head_scale;
-  product(run, threads_for(model, step->rows * C * V), model->logits, step->x, model->head.panels, model->head.bias,
-          NULL, step->rows, V, C, C, NOTHING);
+    WITH_DTYPE(step->dtype, scale_all, step->x, step->rows * C, (float)model->head_scale)
+  product(run, threads_for(model, step->rows * C * V), model->logits, step->x, model->head.panels,
+          model->head.bias, NULL, step->rows, V, C, C, NOTHING, step->dtype);
   if (model->positions)
     for (int64_t r = 0; r < step->rows; r++) model->position[r]++;
   texts->run++;
   return GOES_ON;
 }
 
-/* The sets of tokens that may not come next; NULL where there are none. */
+/* Returns the sets of banned tokens, or NULL if there are none. */
 static const uint32_t *ban(parallel run, const Decoder *model, const Texts *texts, int64_t beams) {
   const int64_t V = model->head.outputs, words = (V + 31) / 32, R = model->step->rows;
   if (!texts->sets) return NULL;
@@ -98,10 +115,12 @@ static const uint32_t *ban(parallel run, const Decoder *model, const Texts *text
   for (int64_t i = 0; i < texts->ngram_count; i++) {
     const NGrams *of = &texts->ngrams[i];
     for (int64_t b = 0; b < R / beams && texts->length >= of->shortest; b++) {
-      const int64_t *ids = texts->ids + b * texts->ids_b, length = of->source ? of->source_length : texts->length;
+      const int64_t *ids = texts->ids + b * texts->ids_b;
+      const int64_t length = of->source ? of->source_length : texts->length;
       const int64_t *text = of->source ? of->source + b * of->source_b : ids;
-      add_repeats(run, threads_for(model, beams * length), texts->sets + b * beams * words, ids, text, beams, words, of->n,
-                  texts->length, length, V, of->source ? beams : 1, texts->ids_m, texts->ids_m);
+      add_repeats(run, threads_for(model, beams * length), texts->sets + b * beams * words, ids,
+                  text, beams, words, of->n, texts->length, length, V, of->source ? beams : 1,
+                  texts->ids_m, texts->ids_m);
     }
   }
   return texts->sets;
@@ -113,15 +132,17 @@ static int ends(const Texts *texts, int64_t token) {
   return found;
 }
 
-/* What a step of beam search works with, in one piece of memory. */
+/* Scratch memory of a step of beam search, in one piece. */
 typedef struct {
-  int64_t *indices, *beam, *token, *origin, *parents, *tokens, *order, *from; /* (B, K + 1), (B, K) x 3, (B, M) x 4 */
+  int64_t *indices, *beam, *token, *origin;  /* (B, K + 1), then (B, K) each */
+  int64_t *parents, *tokens, *order, *from;  /* (B, M) each */
   float *values, *candidates, *running, *merged, *maxima, *shifts;
   uint8_t *hits, *merged_done, *flags;
 } Room;
 
 static void *make_room(Room *room, int64_t B, int64_t M, int64_t K, int64_t V) {
-  const int64_t longs = B * (K + 1) + 3 * B * K + 4 * B * M, blocks = (V + LEAST_BLOCK - 1) / LEAST_BLOCK;
+  const int64_t longs = B * (K + 1) + 3 * B * K + 4 * B * M;
+  const int64_t blocks = (V + LEAST_BLOCK - 1) / LEAST_BLOCK;
   const int64_t floats = B * (K + 1) + B * K + 2 * B * M + 2 * B * M + B * M * blocks;
   char *held = malloc(8 * longs + 4 * floats + B * K + B * M + 4 * B);
   if (!held) return NULL;
@@ -148,12 +169,14 @@ static void *make_room(Room *room, int64_t B, int64_t M, int64_t K, int64_t V) {
   return held;
 }
 
-static Table table_of(void *rows, int64_t size, int64_t row_b, int64_t row_m, int64_t prefix, int64_t filled) {
-  return (Table){.rows = rows, .row_b = size * row_b, .row_m = size * row_m, .prefix = prefix, .filled = filled,
-                 .columns = 1, .size = size, .newest_size = 8, .newest_m = 1, .newest_c = 1};
+static Table table_of(void *rows, int64_t size, int64_t row_b, int64_t row_m, int64_t prefix,
+                      int64_t filled) {
+  return (Table){.rows = rows, .row_b = size * row_b, .row_m = size * row_m, .prefix = prefix,
+                 .filled = filled, .columns = 1, .size = size, .newest_size = 8, .newest_m = 1,
+                 .newest_c = 1};
 }
 
-/* The tables of tokens and of where they came from, and what comes next to them, `each` of a sentence. */
+/* Describes the tables of tokens and of origins, and their newest elements, `each` per sentence. */
 static void list_tables(Table *tables, const Texts *texts, const Beams *job, const int64_t *tokens,
                         const int64_t *origins, int64_t each) {
   const int64_t filled = texts->length - texts->prompt;
@@ -161,27 +184,35 @@ static void list_tables(Table *tables, const Texts *texts, const Beams *job, con
   tables[1] = table_of(job->origins, 4, job->origins_b, job->origins_m, 0, filled);
   tables[0].newest = (const char *)tokens, tables[1].newest = (const char *)origins;
   tables[0].newest_b = tables[1].newest_b = each;
-  tables[0].finished = (char *)job->finished_ids, tables[1].finished = (char *)job->finished_origins;
+  tables[0].finished = (char *)job->finished_ids;
+  tables[1].finished = (char *)job->finished_origins;
   tables[0].finished_b = 8 * job->finished_ids_b, tables[0].finished_m = 8 * job->finished_ids_m;
-  tables[1].finished_b = 4 * job->finished_origins_b, tables[1].finished_m = 4 * job->finished_origins_m;
+  tables[1].finished_b = 4 * job->finished_origins_b;
+  tables[1].finished_m = 4 * job->finished_origins_m;
 }
 
-/* What each beam sees, as it goes on from another, and the slots of the newest tokens, where there is room for them. */
-static int descend(parallel run, const Decoder *model, Sight *of, const Room *room, int64_t B, int64_t M) {
+/* Moves the mask of each beam's slots to the beams that continue it, and opens the slots of the
+ * newest tokens if there is room. */
+static int descend(parallel run, const Decoder *model, Sight *of, const Room *room, int64_t B,
+                   int64_t M) {
   Table seen = table_of(of->mask, 4, of->mask_b, of->mask_m, of->prefix, of->filled);
   of->open = of->filled + M <= of->room ? M : 0;
-  seen.newest = (const char *)of->own, seen.newest_size = 4, seen.newest_m = M, seen.columns = of->open;
+  seen.newest = (const char *)of->own, seen.newest_size = 4, seen.newest_m = M;
+  seen.columns = of->open;
   const int64_t bytes = 4 * M * (of->filled + M);
-  return move_rows(run, threads_for(model, B * bytes / 4), &seen, room->parents, NULL, 1, B, M, M, bytes);
+  return move_rows(run, threads_for(model, B * bytes / 4), &seen, room->parents, NULL, 1, B, M, M,
+                   bytes);
 }
 
-/* What becomes of the logits: the texts, their scores and what has finished move on, or nothing does. */
-static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams *job, Room *room, int64_t B, int64_t M) {
-  const int64_t K = job->candidates, V = model->head.outputs, new_tokens = texts->length - texts->prompt + 1;
+/* Chooses by the logits. Texts, scores and finished hypotheses are all updated, or none of them. */
+static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams *job, Room *room,
+                        int64_t B, int64_t M) {
+  const int64_t K = job->candidates, V = model->head.outputs;
+  const int64_t new_tokens = texts->length - texts->prompt + 1;
   const unsigned threads = threads_for(model, B * M * V);
   const uint32_t *banned = ban(run, model, texts, M);
-  if (!k_best(run, threads, room->values, room->indices, room->maxima, room->shifts, model->logits, job->scores, banned,
-              B, M, V, K + 1, M * V, V, (V + 31) / 32))
+  if (!k_best(run, threads, room->values, room->indices, room->maxima, room->shifts, model->logits,
+              job->scores, banned, B, M, V, K + 1, M * V, V, (V + 31) / 32))
     return UNDECIDED;
   for (int64_t i = 0; i < B * K; i++) {
     const int64_t b = i / K, index = room->indices[b * (K + 1) + i % K];
@@ -192,9 +223,10 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
   }
   const float power = (float)pow((double)new_tokens, job->penalty);
   const float far = job->far ? (float)pow((double)job->far, job->penalty) : power;
-  if (!choose(run, 1, room->candidates, room->beam, room->token, room->hits, job->finished_scores, job->finished_done,
-              job->improvable, room->parents, room->tokens, room->order, room->running, room->merged, room->merged_done,
-              room->flags, B, M, K, job->stops_early, (float)job->never, power, far))
+  if (!choose(run, 1, room->candidates, room->beam, room->token, room->hits, job->finished_scores,
+              job->finished_done, job->improvable, room->parents, room->tokens, room->order,
+              room->running, room->merged, room->merged_done, room->flags, B, M, K,
+              job->stops_early, (float)job->never, power, far))
     return UNDECIDED;
   int changed = 0;
   for (int64_t b = 0; b < B; b++) changed |= room->flags[b];
@@ -203,7 +235,8 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
   const unsigned movers = threads_for(model, 2 * B * bytes / 4);
   if (changed) {
     list_tables(tables, texts, job, room->token, room->origin, K);
-    if (!move_rows(run, movers, tables, room->beam, room->order, 2, B, M, K, bytes)) return NO_MEMORY;
+    if (!move_rows(run, movers, tables, room->beam, room->order, 2, B, M, K, bytes))
+      return NO_MEMORY;
   }
   for (int64_t i = 0; i < B * M; i++) room->from[i] = room->parents[i] + job->sentences[i / M] * M;
   list_tables(tables, texts, job, room->tokens, room->from, M);
@@ -222,13 +255,15 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
 }
 
-/* Of all structures that a search is given, for a caller who has declared them, too. */
+/* The size of all structures of a search, which ops/native/search.py compares with its own. */
 int64_t search_size(void) {
-  return sizeof(Decoder) + sizeof(NGrams) + sizeof(Texts) + sizeof(Sight) + sizeof(Beams) + sizeof(FirstFinished);
+  return sizeof(Decoder) + sizeof(NGrams) + sizeof(Texts) + sizeof(Sight) + sizeof(Beams) +
+         sizeof(FirstFinished);
 }
 
-/* Steps of a beam search, each of which runs the decoder and chooses. Returns why there are no more. */
-int search_beams(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts, Beams *job) {
+/* Runs steps of a beam search: the decoder, then the choice. Returns why it stopped. */
+int search_beams(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
+                 Beams *job) {
   const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
   Room room;
   void *held = make_room(&room, B, M, job->candidates, model->head.outputs);
@@ -237,14 +272,14 @@ int search_beams(parallel run, unsigned threads, barrier wait, Decoder *model, T
   while (found == GOES_ON && may_go_on(model, texts)) {
     found = make_logits(run, wait, model, texts, M);
     if (found != GOES_ON) break;
-    job->sight.filled += M, job->sight.open = 0; /* the slots that this step has filled */
+    job->sight.filled += M, job->sight.open = 0; /* this step has filled the open slots */
     found = choose_beams(run, model, texts, job, &room, B, M);
   }
   free(held);
   return found;
 }
 
-/* The best candidates that do not end. 0 where there are too few. */
+/* Chooses the best candidates that do not end. Returns 0 if there are too few. */
 static int choose_going_on(const Texts *texts, Room *room, int64_t b, int64_t M, int64_t K) {
   int64_t found = 0;
   for (int64_t k = 0; k < K && found < M; k++) {
@@ -256,8 +291,9 @@ static int choose_going_on(const Texts *texts, Room *room, int64_t b, int64_t M,
   return found == M;
 }
 
-/* A text that ends: all that it had come to, and its end. */
-static void note_finished(const Texts *texts, FirstFinished *job, int64_t b, int64_t m, float score) {
+/* Stores a hypothesis that ends, with its scores. */
+static void note_finished(const Texts *texts, FirstFinished *job, int64_t b, int64_t m,
+                          float score) {
   const int64_t step = texts->length - 1, at = job->found++;
   const int64_t *ids = texts->ids + b * texts->ids_b + m * texts->ids_m;
   const float *scores = job->scores + b * job->scores_b + m * job->scores_m;
@@ -267,19 +303,23 @@ static void note_finished(const Texts *texts, FirstFinished *job, int64_t b, int
   job->finished_tokens[at * job->width + step] = texts->ends[0];
   job->finished_scores[at * job->width + step] = score;
   if (!job->origins) return;
-  memcpy(job->finished_origins + at * job->width, job->origins + b * job->origins_b + m * job->origins_m, 8 * step);
+  const int64_t *origins = job->origins + b * job->origins_b + m * job->origins_m;
+  memcpy(job->finished_origins + at * job->width, origins, 8 * step);
   job->finished_origins[at * job->width + step] = m;
 }
 
-/* What becomes of the logits: hypotheses finish and texts move on, or nothing does. */
-static int choose_first_finished(parallel run, const Decoder *model, Texts *texts, FirstFinished *job, Room *room,
-                                 int64_t B, int64_t M) {
+/* Chooses by the logits. Hypotheses finish and texts are updated, or nothing is. */
+static int choose_first_finished(parallel run, const Decoder *model, Texts *texts,
+                                 FirstFinished *job, Room *room, int64_t B, int64_t M) {
   const int64_t K = 2 * M, V = model->head.outputs, step = texts->length - 1;
   const uint32_t *banned = ban(run, model, texts, M);
-  for (int64_t r = 0; r < B * M; r++)
-    room->running[r] = step ? job->scores[r / M * job->scores_b + r % M * job->scores_m + step - 1] : 0.0f;
-  if (!k_best(run, threads_for(model, B * M * V), room->values, room->indices, room->maxima, room->shifts, model->logits,
-              room->running, banned, B, M, V, K + 1, M * V, V, (V + 31) / 32))
+  for (int64_t r = 0; r < B * M; r++) {
+    const int64_t row = r / M * job->scores_b + r % M * job->scores_m;
+    room->running[r] = step ? job->scores[row + step - 1] : 0.0f;
+  }
+  if (!k_best(run, threads_for(model, B * M * V), room->values, room->indices, room->maxima,
+              room->shifts, model->logits, room->running, banned, B, M, V, K + 1, M * V, V,
+              (V + 31) / 32))
     return UNDECIDED;
   for (int64_t b = 0; b < B; b++) {
     for (int64_t k = 0; k < K; k++) {
@@ -307,17 +347,18 @@ static int choose_first_finished(parallel run, const Decoder *model, Texts *text
   tables[2].newest = (const char *)room->parents, tables[1].newest_size = 4;
   for (int i = 0; i < 3; i++) tables[i].newest_b = M;
   const int64_t bytes = 8 * M * (step + 1);
-  if (!move_rows(run, threads_for(model, 2 * B * bytes / 4), tables, room->parents, NULL, job->origins ? 3 : 2, B, M, M,
-                 bytes))
+  if (!move_rows(run, threads_for(model, 2 * B * bytes / 4), tables, room->parents, NULL,
+                 job->origins ? 3 : 2, B, M, M, bytes))
     return NO_MEMORY;
   texts->length++, texts->made++;
   if (!descend(run, model, &job->sight, room, B, M)) return NO_MEMORY;
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
 }
 
-/* Steps of a beam search that ends a sentence with its M-th hypothesis. Returns why there are no more. */
-int search_first_finished(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
-                          FirstFinished *job) {
+/* Runs steps of a beam search that ends a sentence with its M-th hypothesis. Returns why it
+ * stopped. */
+int search_first_finished(parallel run, unsigned threads, barrier wait, Decoder *model,
+                          Texts *texts, FirstFinished *job) {
   const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
   Room room;
   void *held = make_room(&room, B, M, 2 * M, model->head.outputs);
@@ -333,7 +374,8 @@ int search_first_finished(parallel run, unsigned threads, barrier wait, Decoder 
   return found;
 }
 
-/* The first of the highest of a row's logits that is not banned; -1 where one is no number, or none is left. */
+/* Returns the first of the highest logits of a row that is not banned; -1 if a logit is NaN or
+ * infinite, or all are banned. */
 static int64_t highest_of(const float *logits, int64_t V, const uint32_t *banned) {
   int64_t best = -1;
   float most = -INFINITY, total = 0.0f;
@@ -343,7 +385,8 @@ static int64_t highest_of(const float *logits, int64_t V, const uint32_t *banned
     float here = -INFINITY;
     const uint32_t out = banned ? banned[first / 32] : 0;
     if (end - first == 32 && !out) {
-      for (int64_t v = first; v < end; v += WIDTH) top = higher(load(logits + v), top), sum_of += load(logits + v);
+      for (int64_t v = first; v < end; v += WIDTH)
+        top = higher(load(logits + v), top), sum_of += load(logits + v);
       here = highest(top), total += 0.0f * sum(sum_of);
     } else {
       for (int64_t v = first; v < end; v++) {
@@ -368,20 +411,23 @@ static void find_greatest(void *given) {
   Greatest *job = given;
   const int64_t V = job->vocabulary, words = (V + 31) / 32;
   for (int64_t r; (r = next(&job->next)) < job->rows;)
-    job->tokens[r] = highest_of(job->logits + r * V, V, job->banned ? job->banned + r * words : NULL);
+    job->tokens[r] =
+        highest_of(job->logits + r * V, V, job->banned ? job->banned + r * words : NULL);
 }
 
-/* Steps of a greedy search. running: (R,), texts that have not ended; the others go on with `pad`, or with their own
- * tokens where that is negative. tokens: room for (R,). Returns why there are no more. */
-int search_greedily(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts, uint8_t *running,
-                    int64_t *tokens, int64_t pad) {
+/* Runs steps of a greedy search. Returns why it stopped.
+ *
+ * running: (R,), texts that have not ended; the others continue with `pad`, or with their own
+ * tokens if that is negative. tokens: scratch for (R,). */
+int search_greedily(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
+                    uint8_t *running, int64_t *tokens, int64_t pad) {
   const int64_t R = model->step->rows;
   model->threads = threads;
   while (may_go_on(model, texts)) {
     int found = make_logits(run, wait, model, texts, 1);
     if (found != GOES_ON) return found;
-    Greatest job = {.logits = model->logits, .banned = ban(run, model, texts, 1), .tokens = tokens, .rows = R,
-                    .vocabulary = model->head.outputs};
+    Greatest job = {.logits = model->logits, .banned = ban(run, model, texts, 1),
+                    .tokens = tokens, .rows = R, .vocabulary = model->head.outputs};
     in_parallel(run, threads_for(model, R * job.vocabulary), find_greatest, &job);
     for (int64_t r = 0; r < R; r++)
       if (tokens[r] < 0) return UNDECIDED;

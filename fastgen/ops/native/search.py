@@ -31,7 +31,7 @@ class Decoder(ctypes.Structure):
         work: approximate multiplications per row in a product.
         head: the packed output projection.
         head_scale: the factor of its input.
-        logits: (R, V) fp32.
+        logits: (R, V) fp32, with values rounded to the step's dtype.
         threads: the largest number of threads.
         began: (steps,) float64, when each step began, in seconds.
     """

@@ -1,7 +1,8 @@
 """ctypes structures and the call for a decode step in C, as declared in `step.h`.
 
-Numbers are fp32 and strides are in elements. Addresses are those of tensors; the code that fills
-these structures keeps the tensors alive.
+Weights, keys and values have the dtype of the step. All buffers are fp32, with values rounded to
+that dtype. Strides are in elements. Addresses are those of tensors; the code that fills these
+structures keeps the tensors alive.
 """
 
 import ctypes
@@ -120,11 +121,12 @@ class Step(ctypes.Structure):
         spare: (R, C), scratch memory.
         wide: scratch memory for the products of x.
         mixed: scratch memory for attention outputs and gated products.
+        dtype: the dtype of weights, keys and values, a code of `ops.native.DTYPES`.
     """
 
     _fields_: ClassVar = [
         *of(POINTER, "sublayers seen calls"),
-        *of(INTEGER, "sublayer_count call_count rows width norm_first"),
+        *of(INTEGER, "sublayer_count call_count rows width norm_first dtype"),
         *of(POINTER, "x stream spare wide mixed"),
     ]  # fmt: skip
 

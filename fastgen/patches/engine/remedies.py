@@ -5,8 +5,8 @@ import re
 _REMEDIES: tuple[tuple[str, str], ...] = (
     # (regular expression to search for in the reason, advice)
     (
-        r"the weights are (b?float16|half)",
-        'on a CPU load the model with dtype="float32" where memory allows',
+        r"the weights are float64",
+        'load the model with dtype="float32" if its precision is enough',
     ),
     (r"FASTGEN_OPS=native", "FASTGEN_OPS=native turns them on; compare with `fastgen bench`"),
     (r"FASTGEN_(OPS|STEP|GRAPHS|LINEAR|MEMORY)=", "unset the variable"),

@@ -1296,7 +1296,10 @@ def test_a_summary_says_what_matters_first(sandbox: Sandbox) -> None:
             "there are none for this processor: no compiler",
             "install a C compiler and fastgen again",
         ),
-        ("the weights are bfloat16, and C reads float32", 'dtype="float32"'),
+        (
+            "the weights are float64, which C does not read",
+            'load the model with dtype="float32"',
+        ),
         ("keys and values are not shared: use_cache=False", "leave use_cache=False out"),
         ("synced_gpus=True", ""),
     ],

@@ -146,6 +146,6 @@ def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "library", lambda *_: None)
     _same(_build("transformer"), zoo.batch(5, 8), {"beam_size": 3, "max_len_b": 14})
     assert calls["search", "native"] == 0

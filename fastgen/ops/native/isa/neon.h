@@ -20,4 +20,18 @@ INLINE quad sums(vec a, vec b, vec c, vec d) {
 
 INLINE float highest(vec x) { return vmaxvq_f32((float32x4_t)x); }
 
+INLINE vec load_bf16(const uint16_t *p) {
+  return (vec)vshlq_n_u32(vmovl_u16(vld1_u16(p)), 16);
+}
+
+INLINE vec load_fp16(const uint16_t *p) {
+  return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+
+INLINE void store_fp16(uint16_t *p, vec x) {
+  vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x)));
+}
+
+INLINE vec round_to_fp16(vec x) { return (vec)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x)); }
+
 #endif

@@ -8,6 +8,9 @@
  *   vec higher(vec x, vec y)   the larger of each pair; NaN where y is, of x alone either is allowed
  *   quad sums(vec a, vec b, vec c, vec d)   the sum of each
  *   float highest(vec x)       the largest element
+ *   vec load_bf16(const uint16_t *p), load_fp16(const uint16_t *p)   numbers of 16 bits, widened
+ *   void store_fp16(uint16_t *p, vec x)   numbers rounded to fp16: to nearest, ties to even
+ *   vec round_to_fp16(vec x)   the same, widened again
  */
 
 #ifndef ISA_TYPES_H

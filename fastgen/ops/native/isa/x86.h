@@ -51,4 +51,38 @@ INLINE float highest(vec x) {
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
 }
 
+INLINE vec load_bf16(const uint16_t *p) {
+#if WIDTH == 16
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+  return (vec)_mm512_slli_epi32(wide, 16);
+#else
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+  return (vec)_mm256_slli_epi32(wide, 16);
+#endif
+}
+
+INLINE vec load_fp16(const uint16_t *p) {
+#if WIDTH == 16
+  return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#else
+  return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#endif
+}
+
+INLINE void store_fp16(uint16_t *p, vec x) {
+#if WIDTH == 16
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+
+INLINE vec round_to_fp16(vec x) {
+#if WIDTH == 16
+  return (vec)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  return (vec)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#endif
+}
+
 #endif

@@ -5,6 +5,7 @@ layer, whose matrix products cannot be routed to C.
 """
 
 import copy
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -123,7 +124,9 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
         visible.shape[1],
         weights_of(encoder.layers[0].embed_dim),
     )
-    saves = pays(lengths, length, "none", width, count, linear.reason_off(encoder) is None)
+    saves = pays(
+        lengths, length, "none", width, count, linear.reason_off(encoder, math.inf) is None
+    )
     if not (saves or may_run_in_c(encoder)):
         return None
     if not all(lengths):

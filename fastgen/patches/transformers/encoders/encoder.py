@@ -8,6 +8,7 @@ encoder-decoder models, where only the tokens are read as well.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -224,7 +225,7 @@ def check_gain(
         Slower: The encoder's own forward is faster.
     """
     lengths = [shape[1]] * shape[0] if visible is None else lengths_of(visible)
-    routed = linear.reason_off(layers) is None
+    routed = linear.reason_off(layers, math.inf) is None
     if not pays(lengths, shape[1], padding, weights_of(shape[2]), len(layers), routed):
         raise Slower(LITTLE)
 

@@ -258,13 +258,17 @@ def _linears(model: Any) -> Linears:
         return Linears(reason=reason)
     survey = routes.survey(model)
     if not survey.layers:
-        return Linears(reason="none is an fp32 layer of torch or transformers with enough outputs")
+        return Linears(reason="none is a layer of torch or transformers with enough outputs")
     is_asked = config.settings().linear == "packed" and config.settings().memory is None
     shortage = (
         budget.shortage_now(survey.missing_bytes) if survey.missing_bytes and not is_asked else None
     )
     return Linears(
-        survey.layers, True, survey.packed_bytes, by=linear_ops.described(), shortage=shortage
+        survey.layers,
+        True,
+        survey.packed_bytes,
+        by=linear_ops.described(model.dtype),
+        shortage=shortage,
     )
 
 
