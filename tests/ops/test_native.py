@@ -425,7 +425,7 @@ def test_choice(variant: str, beams: int, penalty: float, early: Any) -> None:
     for trial in range(60):
         search, candidates, length = choice(trial, beams, penalty, early)
         calls.clear()
-        found = search._chosen(candidates, length)
+        found = search._choose(candidates, length)
         assert calls["choice", "native"] == 1
         assert_alike(found, search.by_rules(candidates, length))
         decided += bool(((~candidates.hits).sum(1) >= beams).all())
