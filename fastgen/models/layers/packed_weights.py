@@ -165,7 +165,8 @@ def _shortage(plain: Tensor, always: bool) -> str | None:
     """Return why there is no memory to pack a weight (N, K); None where there is."""
     if always and config.settings().memory is None:
         return None
-    return budget.shortage_now(ops.bytes_to_pack(*plain.shape, plain.dtype))
+    outputs, inputs = plain.shape
+    return budget.shortage_now(ops.bytes_to_pack(outputs, inputs, plain.dtype))
 
 
 def check(module: nn.Module) -> None:

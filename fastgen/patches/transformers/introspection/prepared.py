@@ -199,9 +199,12 @@ def _loop(name: str) -> Callable[..., NoReturn]:
 _MIXIN: Any = GenerationMixin
 
 # The legacy modes keep their own loop names, because nothing is patched on the probe.
-_LOOPS = compat.LOOPS | {
-    GENERATION_MODES_MAPPING[mode]: compat.LOOPS[GENERATION_MODES_MAPPING[loop_mode]]
-    for mode, loop_mode in legacy_search.MODES.items()
+_LOOPS: dict[str, Literal["beam", "sample"]] = {
+    **compat.LOOPS,
+    **{
+        GENERATION_MODES_MAPPING[mode]: compat.LOOPS[GENERATION_MODES_MAPPING[loop_mode]]
+        for mode, loop_mode in legacy_search.MODES.items()
+    },
 }
 
 
