@@ -6,6 +6,7 @@ unchanged.
 """
 
 import ctypes
+import fcntl
 import os
 import shutil
 import struct
@@ -51,12 +52,14 @@ def load() -> native.Library:
     subprocess.run([COMPILER, str(source), "-o", str(new), *flags], check=True)
     new.replace(program)
     emulator = _Emulator(program, FOLDER / f"{VARIANT}.so")
-    if not emulator.path.is_file() or not _is_current(emulator):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CC", COMPILER)
-            if (reason := build.build(FOLDER)) is not None:
-                raise RuntimeError(reason)
-        emulator.stop()
+    with (FOLDER / "lock").open("w") as lock:  # one of several test processes compiles
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not emulator.path.is_file() or not _is_current(emulator):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("CC", COMPILER)
+                if (reason := build.build(FOLDER)) is not None:
+                    raise RuntimeError(reason)
+            emulator.stop()
     return native.Library(
         **{name: partial(emulator.call, name) for name in native.SIGNATURES},
         panel=emulator.call("panel"),

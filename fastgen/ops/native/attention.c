@@ -256,6 +256,15 @@ INLINE void attend(const Attention *job, Space *at, int64_t b, int64_t head, con
   add_values(job, at, values, total, D, dtype);
 }
 
+/* One function for each head dimension: in one function they take a compiler a minute. */
+#define OF(dims) \
+  static __attribute__((noinline)) void attend_##dims(const Attention *job, Space *at, int64_t b, \
+                                                      int64_t head) { \
+    WITH_DTYPE(job->dtype, attend, job, at, b, head, dims) \
+  }
+OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
+#undef OF
+
 void work_on_attention(void *given) {
   Attention *job = given;
   /* The pitch has room for all keys, in whole vectors and whole stores of four, from any key on. */
@@ -281,7 +290,7 @@ void work_on_attention(void *given) {
       listed = b;
       switch (job->dims) {
 #define OF(dims) \
-  case dims: WITH_DTYPE(job->dtype, attend, job, &at, b, head, dims) break;
+  case dims: attend_##dims(job, &at, b, head); break;
         OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
 #undef OF
       }
