@@ -268,7 +268,7 @@ def test_requests_of_several_languages_are_one_batch(
     assert [answer.content["output"] for answer in answers] == alone
     assert isinstance(only[0], Output)
     assert plain.content["output"] == only[0].texts[0]  # its first token is the model's choice
-    assert api.merger.batches == 2
+    assert api.batcher.batches == 2
     for options, said in (
         ({"target_lang": "fr"}, "'fr' is no language of"),
         ({"forced_bos_token": "François"}, "'François' is no token of"),

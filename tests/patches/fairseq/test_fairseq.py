@@ -273,7 +273,7 @@ def test_a_prompt_takes_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1 + 3
 
 
-@pytest.mark.parametrize("by", ["a hook", "a forward of its own"])
+@pytest.mark.parametrize("by", ["a hook", "a replaced forward"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_what_is_put_on_a_module_finds_a_row_for_each_beam(beams: int, by: str) -> None:
     model = copy.deepcopy(zoo.build("transformer"))

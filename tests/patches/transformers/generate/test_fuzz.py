@@ -52,7 +52,7 @@ def test_a_difference_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The fuzz detects a changed token, prints the seed that reproduces it, and fails."""
-    choose = Sampling._choose
+    choose = Sampling._select
 
     def wrong(self: Sampling, *args: object) -> torch.Tensor:
         return (choose(self, *args) + 1) % zoo.VOCABULARY

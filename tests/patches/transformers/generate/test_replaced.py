@@ -233,7 +233,7 @@ def test_a_hook_that_prunes_the_cache(family: str, asked: str) -> None:
     _differs(model, kwargs, register)
 
 
-@pytest.mark.parametrize("by", ["a hook", "a forward of its own"])
+@pytest.mark.parametrize("by", ["a hook", "a replaced forward"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_that_are_added_to_rows(family: str, by: str) -> None:
     """There is one vector for each row of transformers, beams included."""
