@@ -393,7 +393,11 @@ FEW: dict[str, tuple[str, dict[str, Any], str | None]] = {
         {"max_new_tokens": 2},
         "at most 2 new tokens, too few to gain",
     ),
-    "one behind a long prompt": ("gpt2", {"length": 40, "max_new_tokens": 1}, "at most 1 new tokens"),
+    "one behind a long prompt": (
+        "gpt2",
+        {"length": 40, "max_new_tokens": 1},
+        "at most 1 new tokens",
+    ),
     "two behind a long prompt": ("gpt2", {"length": 40, "max_new_tokens": 2}, None),
     "three": ("gpt2", {"max_new_tokens": 3}, None),
     "two rows": ("bart", {"max_new_tokens": 1, "num_beams": 2}, None),
