@@ -153,8 +153,12 @@ def test_code_that_looks_at_the_whole_batch(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", ["t5", "mt5", "bart", "fsmt", "led", "mvp", "prophetnet"])
-def test_a_source_of_padding_alone(family: str, dtype: torch.dtype) -> None:
+def test_a_source_of_padding_alone(
+    family: str, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
     """Families treat such a source differently in attention."""
+    if dtype == torch.bfloat16:  # in C, tokens may differ by rounding
+        request.getfixturevalue("by_torch_alone")
     model = zoo.build(family, dtype)
     given = zoo.batch(model, 3, 7)
     for more in (GREEDY, BEAMS):
