@@ -13,10 +13,11 @@ LEAST_ROWS = ((8 * 1024, 16), (24 * 1024, 2), (math.inf, 1))
 """Fewest rows for which products in C are faster than torch's own.
 
 Each entry is (exclusive upper limit of the weight's elements, rows). Measured from 64 x 64 to
-4096 x 1024, with one thread and two (Zen 5, AVX-512): a call takes 2 us, torch's own 4 to 6 us.
-With AVX2 (Zen 3, one thread, 512 x 512 to 32000 x 512), products in C are 1.6 to 4.8 times as fast
-for 4 to 64 rows and 1.0 to 1.7 times beyond. With weights packed by oneDNN they were 1.1 to 2.9 and
-0.9 to 1.7 times as fast as that, so fastgen does not pack for oneDNN.
+4096 x 1024, with one thread and two (Zen 5, AVX-512), where a call takes 2 us. With AVX2 (Zen 3,
+one thread, 512 x 512 to 32000 x 512, beside other work), products in C took 1/1.2 to 1/4.8 of the
+time of torch's own for 4 to 64 rows. Beyond, they were 0.6 to 1.7 times as fast, and no slower in
+25 of 31 cases. Against weights packed by oneDNN they were 1.1 to 2.9 for 4 to 64 rows and 0.8 to
+1.7 beyond, so fastgen does not pack for oneDNN.
 """
 
 MOST_ROWS_BESIDE_MKL = ((600 * 1024, 256), (math.inf, 512))

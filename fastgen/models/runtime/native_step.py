@@ -52,7 +52,13 @@ def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None
     Returns:
         The function; None if C does not implement the sublayers.
     """
-    return InC(Records(sublayers, norm_first)) if are_written(sublayers) else None
+    if not are_written(sublayers):
+        return None
+    records = Records(sublayers, norm_first)
+    mixes = [sublayer.mix for sublayer in sublayers]
+    in_fp32 = any(type(mix) is TextAttention and mix.rotates_fp32 for mix in mixes)
+    # C rotates in the model's dtype.
+    return None if in_fp32 and records.dtype != torch.float32 else InC(records)
 
 
 def encoded_together(
