@@ -56,7 +56,7 @@ def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None
         return None
     records = Records(sublayers, norm_first)
     mixes = [sublayer.mix for sublayer in sublayers]
-    in_fp32 = any(type(mix) is TextAttention and mix.rotates_fp32 for mix in mixes)
+    in_fp32 = any(isinstance(mix, TextAttention) and mix.rotates_fp32 for mix in mixes)
     # C rotates in the model's dtype.
     return None if in_fp32 and records.dtype != torch.float32 else InC(records)
 
