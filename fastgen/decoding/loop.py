@@ -23,9 +23,14 @@ BACKENDS: tuple[type[DecodeBackend[Any]], ...] = (
 """Decode backends in order of preference: CUDA graphs, many steps per call in C, eager."""
 
 
+def backend_type_of(search: Search, model: Any) -> type[DecodeBackend[Any]]:
+    """Return the first type of backend that supports a search and its model."""
+    return next(kind for kind in BACKENDS if kind.supports(search, model))
+
+
 def backend_of(search: Search, model: Any) -> DecodeBackend[Any]:
-    """Return the first backend that supports a search and its model."""
-    return next(kind(search, model) for kind in BACKENDS if kind.supports(search, model))
+    """Return the backend that runs the decode steps of a search."""
+    return backend_type_of(search, model)(search, model)
 
 
 def _never() -> bool:

@@ -41,7 +41,7 @@ class CapturedSelection(DecodeBackend[_Search]):
         search_type: The kind of search that the backend runs.
     """
 
-    description = "as CUDA graphs"
+    description = "as a CUDA graph"
     search_type: ClassVar[type]
 
     def __init__(

@@ -74,7 +74,7 @@ class DecodeBackend(ABC, Generic[_Search]):
         model: The stepper of its decode steps.
 
     Attributes:
-        description: How tokens are selected, for `explain`.
+        description: How tokens are selected, as `explain` prints it.
     """
 
     description: ClassVar[str]
@@ -114,7 +114,7 @@ def reason_not_to_capture(search: Search, model: Stepper) -> str | None:
 class Eager(DecodeBackend[Search]):
     """A backend for every search and every model."""
 
-    description = "step by step"
+    description = "after each decode step"
 
     @classmethod
     def supports(cls, search: Search, model: Any) -> bool:

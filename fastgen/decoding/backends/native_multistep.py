@@ -269,7 +269,7 @@ class NativeMultistep(DecodeBackend[_Search]):
     buffer is full or a logits transform becomes active.
     """
 
-    description = "many steps per call in C"
+    description = "in C, many decode steps per call"
 
     def __init__(self, search: _Search, model: MultistepModel) -> None:
         super().__init__(search, model)

@@ -4,19 +4,13 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
-from transformers.generation import utils as gu
 
 from fastgen.context import assigned
-from fastgen.decoding.batching.stable_prefix import StablePrefix
 from fastgen.decoding.loop import backend_of, decode
 from fastgen.decoding.plan import Unsupported
-from fastgen.decoding.search.beam_search import BeamSearch
-from fastgen.decoding.search.finishing_rules import TransformersRule
-from fastgen.decoding.search.sampling import Sampling
 from fastgen.decoding.speculative.bild_options import Options
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.routing.routes import routed, withdraw
@@ -32,21 +26,11 @@ from fastgen.patches.transformers.bild import bild, bild_call, bild_resting
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search
 from fastgen.patches.transformers.generate.decide import decide, method_named
-from fastgen.patches.transformers.generate.logits_processors import transforms_of
 from fastgen.patches.transformers.generate.loop_call import Call
-from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
-from fastgen.patches.transformers.generate.outputs import (
-    Decoding,
-    Scored,
-    fields,
-    sequence_scores,
-    vocabulary,
-)
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, setting_of
+from fastgen.patches.transformers.generate.searches import decoding_of
 from fastgen.patches.transformers.generate.stopping_criteria import (
-    fill_of,
     normalized_config,
-    stop_of,
 )
 from fastgen.patches.transformers.introspection import parity
 from fastgen.patches.transformers.streaming import beam_streamer, split, suspend
@@ -281,12 +265,10 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         (False, None) if rests else suspend.decide(call.model, plan, step, call.stopping_criteria)
     )
     with engine.running(plan):
-        if method is not None:
-            model = legacy_loops.stepper(widened, plan, step)
-            decoding = legacy_loops.decoding_of(method, call, model)
-        else:
-            model = call.stepper(plan, step)
-            decoding = (_beam_search if loop == "beam" else _sample)(call, model)
+        model = legacy_loops.stepper(widened, plan, step)
+        if loop == "sample" and method is None:
+            compat.warn_of_compilation(call.model, call.config, call.model_kwargs)
+        decoding = decoding_of(loop, call, model)
         backend = backend_of(decoding.search, model)
         with decoding.around():
             finished = decode(backend, model.prefill(), lambda: pauses and model.joinable)
@@ -304,7 +286,7 @@ def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
     model = bild.drafted(call, asked)
     assistant = asked.options.small
     with engine.running(model.plan), routed(assistant, spec_of(assistant.config)):
-        decoding = _beam_search(call, model)
+        decoding = decoding_of("beam", call, model)
         try:
             logits = model.prefill()
         except NotFused as reason:
@@ -320,104 +302,3 @@ def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
         }
     )
     return SuspendedDecode("transformers.beam_search", backend, decoding.output).finish()
-
-
-def _beam_search(call: Call, model: ModuleStepper) -> Decoding:
-    config, m = call.config, model.plan.beams
-    stable_prefix = call.stable_prefix(m)
-    eos = compat.eos_tokens(config)
-    rule = TransformersRule(
-        beams=m,
-        max_length=config.max_length,
-        prompt_length=call.input_ids.shape[1],
-        ends=0 if eos is None else eos.shape[0],
-        length_penalty=config.length_penalty,
-        early_stopping=config.early_stopping,
-    )
-    search = BeamSearch(
-        prompt=call.input_ids[::m],
-        rule=rule,
-        stop=stop_of(call.stopping_criteria),
-        transforms=transforms_of(call.logits_processor, lambda: vocabulary(call.model)),
-        fill=fill_of("beam", config),
-        sample=config.do_sample,
-        rank_drawn=compat.INSTALLED.ranks_drawn_beams,
-        may_drop=model.plan.drop,
-        captured=model.plan.graphs,
-        exact=call.model.dtype == torch.float64,
-        trace=call.trace,
-        wanted=call.wanted,
-        on_step=stable_prefix,
-    )
-    return Decoding(search, lambda: _of_beams(call, model, search, stable_prefix))
-
-
-def _of_beams(
-    call: Call, model: ModuleStepper, search: BeamSearch, stable_prefix: StablePrefix | None
-) -> Any:
-    config, best = call.config, search.outcome
-    returned = config.num_return_sequences
-    sequences, beams = best.ids[:, :returned].flatten(0, 1), best.beams[:, :returned].flatten(0, 1)
-    longest = int((beams >= 0).sum(1).max())
-    sequences = sequences[:, : call.input_ids.shape[1] + longest]
-    if stable_prefix is not None and call.streamer is not None:
-        stable_prefix.end(0, sequences[0])
-        call.streamer.end()
-    if call.scored:
-        return Scored(sequences, best.scores[:, :returned].flatten())
-    if not config.return_dict_in_generate:
-        return sequences
-    output = fields(call, model, search.trace)
-    output |= {
-        "sequences": sequences,
-        "sequences_scores": best.scores[:, :returned].flatten() if config.output_scores else None,
-        "beam_indices": beams[:, :longest],
-    }
-    kind = (
-        gu.GenerateBeamEncoderDecoderOutput
-        if call.model.config.is_encoder_decoder
-        else gu.GenerateBeamDecoderOnlyOutput
-    )
-    return kind(**output)
-
-
-def _sample(call: Call, model: ModuleStepper) -> Decoding:
-    config, streamer, wanted = call.config, call.streamer, call.wanted
-    pads = any(hasattr(criterion, "eos_token_id") for criterion in call.stopping_criteria)
-    pad = compat.pad_token(config)
-    compat.warn_of_compilation(call.model, config, call.model_kwargs)
-    sampling = Sampling(
-        ids=call.input_ids,
-        stop=stop_of(call.stopping_criteria),
-        transforms=transforms_of(call.logits_processor, lambda: vocabulary(call.model)),
-        pad=pad.to(call.input_ids.device) if pads else None,
-        longest=config.max_length,
-        sample=config.do_sample,
-        may_drop=model.plan.drop and pads,
-        captured=model.plan.graphs,
-        trace=call.trace,
-        on_step=None if streamer is None else lambda tokens: streamer.put(tokens.cpu()),
-        on_tokens=call.on_tokens,
-        wanted=None if wanted is None else lambda row: wanted(row // model.plan.beams),
-    )
-    return Decoding(
-        sampling,
-        lambda: _of_samples(call, model, sampling),
-        lambda: compat.decode_context(call.model),
-    )
-
-
-def _of_samples(call: Call, model: ModuleStepper, sampling: Sampling) -> Any:
-    if call.streamer is not None:
-        call.streamer.end()
-    if sampling.trace.chosen is not None:
-        return Scored(sampling.outcome, sequence_scores(sampling.trace.chosen))
-    if not call.config.return_dict_in_generate:
-        return sampling.outcome
-    output = fields(call, model, sampling.trace) | {"sequences": sampling.outcome}
-    kind = (
-        gu.GenerateEncoderDecoderOutput
-        if call.model.config.is_encoder_decoder
-        else gu.GenerateDecoderOnlyOutput
-    )
-    return cast(Any, kind)(**output)

@@ -4,13 +4,15 @@ The model does not run: transformers' own `generate` prepares the call (`prepare
 plans it.
 """
 
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import DynamicCache, StaticCache
 
 from fastgen import config
+from fastgen.decoding.loop import backend_type_of
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.models.layers import linear
 from fastgen.models.memory import budget
@@ -26,6 +28,8 @@ from fastgen.patches.transformers.cache.shared_cache import held, parts_of
 from fastgen.patches.transformers.generate import legacy_search
 from fastgen.patches.transformers.generate.decide import decide, held_before
 from fastgen.patches.transformers.generate.loop_call import Call
+from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
+from fastgen.patches.transformers.generate.searches import decoding_of
 from fastgen.patches.transformers.introspection.prepared import (
     Prepared,
     generates_segments,
@@ -71,6 +75,8 @@ class Explanation:
         call: Class name of the model whose `generate` is called.
         plan: What fastgen would run; None if transformers' own loop would run.
         reason: Why transformers' own loop would run; None with a plan.
+        selection: How the tokens of decode steps would be selected; empty without a plan
+            and for big-little decoding.
         kv_bytes: Size in bytes of keys and values at the maximum length. None without a plan, and
             for caches that are neither dynamic nor static.
         stock_kv_bytes: The same with transformers' own cache.
@@ -85,6 +91,7 @@ class Explanation:
     stock_kv_bytes: int | None
     linears: Linears
     notes: tuple[str, ...] = ()
+    selection: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as plain dicts and tuples, ready for JSON."""
@@ -105,6 +112,8 @@ class Explanation:
             lines.append(("decode steps", steps + (", as CUDA graphs" if plan.graphs else "")))
             if plan.not_in_c:
                 lines.append(("", f"as torch operations, not in C: {plan.not_in_c}"))
+            if self.selection:
+                lines.append(("token selection", self.selection))
             if plan.sentences > 1:
                 lines.append(
                     ("finished sentences", "leave the batch" if plan.drop else "stay in the batch")
@@ -144,7 +153,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
             _check_patch("transformers.sample")
             return _of_two_models(bare, drafting, linears, generate_kwargs)
         prepared = prepare(bare, model, generate_kwargs)
-        with torch.no_grad():  # as in `generate`
+        with torch.no_grad(), _as_in_generate(bare):
             plan, _ = decide(
                 bare,
                 prepared.loop,
@@ -154,6 +163,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
                 prepared.config,
                 prepared.kwargs,
             )
+            selection = _selection(_call(bare, prepared), prepared.loop, plan)
         if legacy_search.method_of(prepared.config) is not None:
             _check_patch("transformers.generation_mode")
         note = _check_patch(
@@ -168,7 +178,16 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
             "this is the first segment's first attempt: each of them comes to a loop by itself",
             *notes,
         )
-    return Explanation(type(bare).__name__, plan, None, ours, stock, linears, notes)
+    return Explanation(type(bare).__name__, plan, None, ours, stock, linears, notes, selection)
+
+
+def _as_in_generate(*models: Any) -> ExitStack:
+    """Route the layers of models, as `generate` does for a call."""
+    stack = ExitStack()
+    for model in models if engine.is_applied("transformers.generate") else ():
+        if model is not None:
+            stack.enter_context(routes.routed(model, spec_of(model.config)))
+    return stack
 
 
 def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.DraftingRequest | None:
@@ -192,7 +211,7 @@ def _of_two_models(
         ) from None
     call = _call(bare, prepared)
     bild.check(call, asked)
-    with torch.no_grad():
+    with torch.no_grad(), _as_in_generate(bare, small):
         plan, step = bild.planned(call, prepared.loop)
         if asked.options.layers is not None:
             early_exit(step, asked.options.layers)  # raises if there is no such layer
@@ -234,6 +253,19 @@ def _call(model: Any, prepared: Prepared) -> Call:
         kwargs,
         streamer,
     )
+
+
+class _InC(ModuleStepper):
+    """Stand-in for the stepper of a plan whose decode steps run in C."""
+
+    begin_steps = None
+
+
+def _selection(call: Call, loop: Literal["beam", "sample"], plan: Plan) -> str:
+    """Return how the decode backend of a plan would select tokens."""
+    kind = _InC if plan.fused and not plan.not_in_c else ModuleStepper
+    stepper = kind(call.model, plan, call.input_ids, call.config, dict(call.model_kwargs))
+    return backend_type_of(decoding_of(loop, call, stepper).search, stepper).description
 
 
 def _check_patch(name: str) -> str:

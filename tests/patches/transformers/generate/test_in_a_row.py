@@ -38,6 +38,7 @@ from fastgen.ops.counts import calls
 from fastgen.ops.native import search as c
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
+from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
 from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
@@ -477,3 +478,40 @@ def test_how_long_the_same_is_banned() -> None:
     assert not native_multistep.able(
         native_multistep.Stop(torch.tensor([2]), [lambda _: False]), []
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_beams": 3},
+        {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True},
+        {"do_sample": True, "top_k": 5},
+        {"use_cache": False},
+    ],
+)
+def test_explain_tells_how_tokens_are_selected(
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    variant: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = zoo.build("marian", dtype)
+    kwargs = zoo.batch(model, 2, 9) | {"max_new_tokens": 5} | options
+    said = fastgen.explain(model, **kwargs)
+    in_c: list[int] = []
+    end_steps = SharedStepper.end_steps
+
+    def noted(stepper: Any, run: int, *args: Any) -> None:
+        in_c.append(run)
+        end_steps(stepper, run, *args)
+
+    monkeypatch.setattr(SharedStepper, "end_steps", noted)
+    model.generate(**kwargs)
+    assert said.selection == (
+        "in C, many decode steps per call" if in_c else "after each decode step"
+    )
+    assert f"token selection     {said.selection}\n" in f"{said}\n"
+    if not options:
+        assert bool(in_c) == (dtype == torch.float32)

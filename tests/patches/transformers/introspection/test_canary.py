@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fastgen.patches.transformers import CACHES, PATCHES, compat, part_of
-from fastgen.patches.transformers.generate import generate, shared_stepper
+from fastgen.patches.transformers.generate import searches, shared_stepper
 from fastgen.patches.transformers.introspection import canary
 
 ROOT = Path(__file__).parents[4]
@@ -44,7 +44,7 @@ def _order_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _no_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "transforms_of", lambda *_: [])
+    monkeypatch.setattr(searches, "transforms_of", lambda *_: [])
 
 
 def _another_seed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from fastgen.ops.selection import kbest as ops
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.registry import registry
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.generate import generate
+from fastgen.patches.transformers.generate import searches
 from fastgen.patches.transformers.introspection import parity
 from fastgen.patches.transformers.introspection.parity import ParityError, ParityWarning
 from tests.support import zoo
@@ -189,7 +189,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         row: int, position: int, token: int, monkeypatch: pytest.MonkeyPatch = monkeypatch
     ) -> None:
         for name in ("_of_samples", "_of_beams"):
-            original = getattr(generate, name)
+            original = getattr(searches, name)
 
             def planted(*args: Any, original: Any = original) -> Any:
                 output = original(*args)
@@ -198,7 +198,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 ] = token
                 return output
 
-            monkeypatch.setattr(generate, name, planted)
+            monkeypatch.setattr(searches, name, planted)
 
     return change
 
@@ -362,14 +362,14 @@ def test_what_cannot_be_judged_by_noise_is_judged_by_margins(
 def test_other_scores_and_other_exceptions(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build("gpt2")
     kwargs = zoo.batch(model, 2, 6, "none") | {"max_new_tokens": 4}
-    original = generate._of_samples
+    original = searches._of_samples
 
     def shifted(*args: Any) -> Any:
         output = original(*args)
         output.scores[2].add_(0.25)
         return output
 
-    monkeypatch.setattr(generate, "_of_samples", shifted)
+    monkeypatch.setattr(searches, "_of_samples", shifted)
     with pytest.warns(
         ParityWarning, match="equal tokens, but scores of step 2 differ by up to 2.5e-01"
     ):
@@ -378,7 +378,7 @@ def test_other_scores_and_other_exceptions(monkeypatch: pytest.MonkeyPatch) -> N
     def broken(*args: Any) -> Any:
         raise IndexError("out of range")
 
-    monkeypatch.setattr(generate, "_of_samples", broken)
+    monkeypatch.setattr(searches, "_of_samples", broken)
     with pytest.warns(
         ParityWarning, match=r"fastgen raised IndexError\('out of range'\), transformers None"
     ):
