@@ -336,6 +336,11 @@ def search(draw: Draw) -> None:
                 "suppress_tokens": [4, 8],
             },
             {"num_beams": 128 // heads, "max_new_tokens": 4},
+            {
+                "repetition_penalty": choose((0.8, 1.4)),
+                "sequence_bias": [[[t], 30.0 - t] for t in range(5, vocabulary, 9)],
+                "no_repeat_ngram_size": choose((0, 2)),
+            },
         )
     )
     if 3 * method.get("num_beams", 1) >= vocabulary:

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastgen.decoding.backends.decode_backend import DecodeBackend, Search
 from fastgen.decoding.logits.pipeline import phases
 from fastgen.decoding.logits.text import Text
-from fastgen.decoding.logits.transform import LogitsTransform, NGrams
+from fastgen.decoding.logits.transform import LogitsTransform, NGrams, Offsets, Penalty
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.runtime.native_multistep_job import Prepared
 from fastgen.ops.dispatch import in_memory, plain
@@ -54,17 +54,26 @@ class MultistepModel(Protocol):
         ...
 
 
-def able(stop: Stop, transforms: Sequence[LogitsTransform]) -> bool:
-    """Return whether C supports these stopping criteria and transforms."""
+def able(stop: Stop, transforms: Sequence[LogitsTransform], updates_scores: bool = False) -> bool:
+    """Return whether C supports these stopping criteria and transforms.
+
+    Args:
+        stop: Stopping criteria of the search.
+        transforms: Transforms of the search.
+        updates_scores: Whether C applies sparse updates in a search of this kind.
+    """
     return (
         not stop.others
         and stop.longest is not None
-        and all(_runs_in_c(each) or each.by_length for each in transforms)
+        and all(
+            _bans_in_c(each) or (updates_scores and each.update is not None) or each.by_length
+            for each in transforms
+        )
     )
 
 
-def _runs_in_c(transform: LogitsTransform) -> bool:
-    """Return whether C applies the transform: n-grams, or one token mask for all texts."""
+def _bans_in_c(transform: LogitsTransform) -> bool:
+    """Return whether C bans the transform's tokens: n-grams, or one token mask for all texts."""
     return transform.form == "token mask" and (
         transform.ngrams is not None or not transform.reads_text
     )
@@ -85,8 +94,14 @@ class Steps:
             else stop.eos.to(torch.int64).cpu()
         )
         self._masks: dict[tuple[tuple[int, ...], int], Tensor] = {}
-        self._others = [each for each in transforms if not _runs_in_c(each)]
-        self._bans = [each for each in transforms if _runs_in_c(each) and each.ngrams is None]
+        self._bans = [each for each in transforms if _bans_in_c(each) and each.ngrams is None]
+        updates = [each.update for each in transforms]
+        self._updating = [each for each, update in zip(transforms, updates, strict=True) if update]
+        self._others = [
+            each
+            for each, update in zip(transforms, updates, strict=True)
+            if not _bans_in_c(each) and not update
+        ]
 
     def covers(self, sentences: int) -> bool:
         """Return whether C can read the n-gram sources, shared or one for each of `sentences`."""
@@ -135,16 +150,18 @@ class Steps:
             if banned is None and not self._sources
             else empty_mask(rows, vocabulary, ids.device)
         )
+        updates, read = self._updates(rows)
         texts = c.Texts(
             ids=ids.data_ptr(), ids_b=ids.stride(0), ids_m=ids.stride(1) if ids.dim() == 3 else 0,
             length=text.length, prompt=text.prompt_length, ends_at=longest,
             ends=self.ends.data_ptr(), end_count=len(self.ends),
             ngrams=ctypes.addressof(self._ngrams), ngram_count=len(self._sources),
+            updates=ctypes.addressof(updates), update_count=len(updates),
             banned=None if banned is None else banned.data_ptr(),
             sets=None if sets is None else sets.data_ptr(),
             leave=leave, steps=prepared.steps,
         )  # fmt: skip
-        return texts, [banned, sets, ids]
+        return texts, [banned, sets, ids, updates, read]
 
     def note(self, length: int, made: int) -> None:
         """Call the length limits for the newest lengths, because a limit may warn.
@@ -156,6 +173,23 @@ class Steps:
         """
         for reached in range(max(length, length + made - 2) + 1, length + made + 1):
             self.stop.ends_all(reached)
+
+    def _updates(self, rows: int) -> tuple[Any, list[Tensor]]:
+        """Return the updates of the scores of `rows` texts, and the tensors that C reads."""
+        updates, read = (c.Update * len(self._updating))(), list[Tensor]()
+        for each, transform in zip(updates, self._updating, strict=True):
+            match transform.update:
+                case Penalty(factor, start):
+                    starts = torch.as_tensor(start, dtype=torch.int64, device="cpu").clamp(min=0)
+                    read.append(starts.expand(rows).contiguous())
+                    each.penalty, each.starts = factor, read[-1].data_ptr()
+                case Offsets(tokens, values):
+                    read += [tokens, values]
+                    each.tokens, each.offsets = tokens.data_ptr(), values.data_ptr()
+                    each.count = len(tokens)
+                case None:
+                    raise AssertionError(f"{type(transform).__name__} has no update")
+        return updates, read
 
     def _banned(self, text: Text, vocabulary: int) -> Tensor | None:
         """Return the mask of tokens that are banned in all texts, or None if there are none."""

@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.logits.text import Text
-from fastgen.decoding.logits.transform import LogitsTransform
+from fastgen.decoding.logits.transform import LogitsTransform, Penalty
 from fastgen.ops.selection.kbest import SparseUpdate
+
+_FINITE = 1e30
+"""Largest factor or divisor of a penalty that is certainly finite in fp32."""
 
 
 @dataclass
@@ -39,6 +42,11 @@ class RepetitionPenalty(LogitsTransform):
     def depends_on_rows(self) -> bool:
         """Whether each row has a start of its own."""
         return isinstance(self.start, Tensor)
+
+    @property
+    def update(self) -> Penalty | None:
+        """The same as C reads it."""
+        return Penalty(self.factor, self.start) if 1 / _FINITE < self.factor < _FINITE else None
 
     def keep_sentences(self, sentences: Tensor, beams: int) -> None:
         """Keep the starts of only the given sentences."""

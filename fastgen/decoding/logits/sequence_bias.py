@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.logits.text import Text
-from fastgen.decoding.logits.transform import LogitsTransform
+from fastgen.decoding.logits.transform import LogitsTransform, Offsets
 from fastgen.ops.selection.kbest import SparseUpdate
 
 
@@ -42,6 +42,14 @@ class SequenceBias(LogitsTransform):
     def raises_scores(self) -> bool:
         """Whether a bias is positive."""
         return any(bias > 0 for bias in self.biases.values())
+
+    @property
+    def update(self) -> Offsets | None:
+        """The same as C reads it, if all sequences are single tokens."""
+        tokens, values = self._on(torch.device("cpu"))
+        if self._longer or not bool(values.isfinite().all()):
+            return None
+        return Offsets(tokens, values)
 
     def phase(self, length: int) -> int:
         """Return how many of the last tokens of a text of this length are compared."""

@@ -29,6 +29,30 @@ class NGrams(NamedTuple):
     source: Tensor | None
 
 
+class Penalty(NamedTuple):
+    """A repetition penalty, as C reads it.
+
+    Attributes:
+        factor: Factor of negative scores and divisor of the others; positive and finite in fp32.
+        start: Index of the first token that counts, for all rows or (R,) int64 per row.
+    """
+
+    factor: float
+    start: int | Tensor
+
+
+class Offsets(NamedTuple):
+    """Numbers that are added to the scores of some tokens in all rows, as C reads them.
+
+    Attributes:
+        tokens: (N,) int64 on the CPU, distinct.
+        values: (N,) fp32, finite.
+    """
+
+    tokens: Tensor
+    values: Tensor
+
+
 class LogitsTransform:
     """A transform of the scores (R, V) before token selection.
 
@@ -43,7 +67,8 @@ class LogitsTransform:
     | `"dense"` | anything else | `__call__` |
 
     All forms but `"dense"` run inside the k-best kernels, which write no log-probabilities. C
-    applies a token mask if `reads_text` is false or `ngrams` describes it.
+    applies a token mask if `reads_text` is false or `ngrams` describes it, and in searches of one
+    row per text a sparse update that `update` describes.
 
     Attributes:
         form: What the transform does.
@@ -74,6 +99,11 @@ class LogitsTransform:
     @property
     def ngrams(self) -> NGrams | None:
         """N-grams that describe the whole token mask; None if there is no such description."""
+        return None
+
+    @property
+    def update(self) -> Penalty | Offsets | None:
+        """Description of the whole sparse update at every length; None if there is none."""
         return None
 
     @property

@@ -12,6 +12,7 @@
 
 #include "choice.h"
 #include "product.h"
+#include "rows.h"
 #include "tables.h"
 
 enum { THREAD_WORK = 32 * 1024 }; /* as in ops/native/__init__.py */
@@ -257,8 +258,8 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
 
 /* The size of all structures of a search, which ops/native/search.py compares with its own. */
 int64_t search_size(void) {
-  return sizeof(Decoder) + sizeof(NGrams) + sizeof(Texts) + sizeof(Sight) + sizeof(Beams) +
-         sizeof(FirstFinished);
+  return sizeof(Decoder) + sizeof(NGrams) + sizeof(Update) + sizeof(Texts) + sizeof(Sight) +
+         sizeof(Beams) + sizeof(FirstFinished);
 }
 
 /* Runs steps of a beam search: the decoder, then the choice. Returns why it stopped. */
@@ -374,63 +375,25 @@ int search_first_finished(parallel run, unsigned threads, barrier wait, Decoder 
   return found;
 }
 
-/* Returns the first of the highest logits of a row that is not banned; -1 if a logit is NaN or
- * infinite, or all are banned. */
-static int64_t highest_of(const float *logits, int64_t V, const uint32_t *banned) {
-  int64_t best = -1;
-  float most = -INFINITY, total = 0.0f;
-  for (int64_t first = 0; first < V; first += 32) {
-    const int64_t end = first + 32 < V ? first + 32 : V;
-    vec top = splat(-INFINITY), sum_of = {};
-    float here = -INFINITY;
-    const uint32_t out = banned ? banned[first / 32] : 0;
-    if (end - first == 32 && !out) {
-      for (int64_t v = first; v < end; v += WIDTH)
-        top = higher(load(logits + v), top), sum_of += load(logits + v);
-      here = highest(top), total += 0.0f * sum(sum_of);
-    } else {
-      for (int64_t v = first; v < end; v++) {
-        total += 0.0f * logits[v];
-        if (!(out >> (v - first) & 1) && logits[v] > here) here = logits[v];
-      }
-    }
-    if (!(here > most)) continue;
-    most = here;
-    for (best = first; logits[best] != here || out >> (best - first) & 1;) best++;
-  }
-  return total == 0.0f ? best : -1;
-}
-
-typedef struct {
-  const float *logits;
-  const uint32_t *banned;
-  int64_t *tokens, rows, vocabulary, next;
-} Greatest;
-
-static void find_greatest(void *given) {
-  Greatest *job = given;
-  const int64_t V = job->vocabulary, words = (V + 31) / 32;
-  for (int64_t r; (r = next(&job->next)) < job->rows;)
-    job->tokens[r] =
-        highest_of(job->logits + r * V, V, job->banned ? job->banned + r * words : NULL);
-}
-
 /* Runs steps of a greedy search. Returns why it stopped.
  *
  * running: (R,), texts that have not ended; the others continue with `pad`, or with their own
  * tokens if that is negative. tokens: scratch for (R,). */
 int search_greedily(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
                     uint8_t *running, int64_t *tokens, int64_t pad) {
-  const int64_t R = model->step->rows;
+  const int64_t R = model->step->rows, V = model->head.outputs;
+  int found = GOES_ON;
+  void *held = texts->update_count ? malloc(threads * row_size(V)) : NULL;
+  if (texts->update_count && !held) return NO_MEMORY;
   model->threads = threads;
-  while (may_go_on(model, texts)) {
-    int found = make_logits(run, wait, model, texts, 1);
-    if (found != GOES_ON) return found;
-    Greatest job = {.logits = model->logits, .banned = ban(run, model, texts, 1),
-                    .tokens = tokens, .rows = R, .vocabulary = model->head.outputs};
-    in_parallel(run, threads_for(model, R * job.vocabulary), find_greatest, &job);
-    for (int64_t r = 0; r < R; r++)
-      if (tokens[r] < 0) return UNDECIDED;
+  while (found == GOES_ON && may_go_on(model, texts)) {
+    found = make_logits(run, wait, model, texts, 1);
+    if (found != GOES_ON) break;
+    if (!find_highest(run, threads_for(model, R * V), tokens, model->logits,
+                      ban(run, model, texts, 1), texts, held, R, V)) {
+      found = UNDECIDED;
+      break;
+    }
     int64_t ended = 0;
     for (int64_t r = 0; r < R; r++) {
       const int64_t token = running[r] || pad < 0 ? tokens[r] : pad;
@@ -439,8 +402,11 @@ int search_greedily(parallel run, unsigned threads, barrier wait, Decoder *model
       ended += !running[r];
     }
     texts->length++, texts->made++;
-    if (ended == R) return OVER;
-    if (texts->leave && ended >= texts->leave) return LEAVING;
+    if (ended == R)
+      found = OVER;
+    else if (texts->leave && ended >= texts->leave)
+      found = LEAVING;
   }
-  return GOES_ON;
+  free(held);
+  return found;
 }

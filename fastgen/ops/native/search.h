@@ -39,13 +39,23 @@ typedef struct {
   int64_t source_b, source_length;  /* source_b: 0 if all sentences share one source */
 } NGrams;
 
+/* A change of a row's scores: a repetition penalty, or offsets of some tokens. */
+typedef struct {
+  double penalty;                   /* of the tokens of the row's text; 0 for offsets */
+  const int64_t *starts;            /* (R,), the first token of each text that is penalised */
+  const int64_t *tokens;            /* (count,), distinct */
+  const float *offsets;             /* (count,) */
+  int64_t count;
+} Update;
+
 /* The texts of a search, and the tokens that are banned from them. */
 typedef struct {
   int64_t *ids;                     /* (B, M, L) */
   int64_t ids_b, ids_m, length, prompt, ends_at; /* ends_at: the length at which all texts end */
   const int64_t *ends;              /* tokens that end a text */
   const NGrams *ngrams;
-  int64_t end_count, ngram_count;
+  const Update *updates;            /* in this order, where each text is one row */
+  int64_t end_count, ngram_count, update_count;
   const uint32_t *banned;           /* a set of tokens, one bit each, or NULL */
   uint32_t *sets;                   /* (R, words of a set), scratch, if any tokens are banned */
   int64_t leave;                    /* finished sentences at which to stop; 0 for never */

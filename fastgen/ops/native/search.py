@@ -60,6 +60,21 @@ class NGrams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Update(ctypes.Structure):
+    """A change of a row's scores: a repetition penalty, or offsets of some tokens.
+
+    Attributes:
+        penalty: the penalty of the tokens of the row's text; 0 for offsets.
+        starts: (R,) int64, at least 0, the first token of each text that is penalised.
+        tokens: (count,) int64, distinct.
+        offsets: (count,) fp32, added to the scores of `tokens`.
+    """
+
+    _fields_: ClassVar = [
+        ("penalty", DOUBLE), *of(POINTER, "starts tokens offsets"), ("count", INTEGER),
+    ]  # fmt: skip
+
+
 class Texts(ctypes.Structure):
     """The texts of a search, and the tokens that are banned from them.
 
@@ -70,6 +85,7 @@ class Texts(ctypes.Structure):
         ends_at: the length at which all texts end.
         ends: (end_count,) int64, the tokens that end a text.
         ngrams: (ngram_count,) `NGrams`.
+        updates: (update_count,) `Update`, applied in this order; only where M is 1.
         banned: a token mask of one row, banned for all texts; or NULL.
         sets: (R, W) token masks, scratch memory if any token is banned.
         leave: the number of finished sentences at which C returns, so that they leave; 0 for never.
@@ -80,7 +96,7 @@ class Texts(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("ids", POINTER), *of(INTEGER, "ids_b ids_m length prompt ends_at"),
-        *of(POINTER, "ends ngrams"), *of(INTEGER, "end_count ngram_count"),
+        *of(POINTER, "ends ngrams updates"), *of(INTEGER, "end_count ngram_count update_count"),
         *of(POINTER, "banned sets"), *of(INTEGER, "leave steps made run"),
     ]  # fmt: skip
 
@@ -159,7 +175,7 @@ class FirstFinished(ctypes.Structure):
     ]  # fmt: skip
 
 
-SIZE = sum(map(ctypes.sizeof, (Decoder, NGrams, Texts, Sight, Beams, FirstFinished)))
+SIZE = sum(map(ctypes.sizeof, (Decoder, NGrams, Update, Texts, Sight, Beams, FirstFinished)))
 """The value that `search_size` of a library returns if its structures match these."""
 
 

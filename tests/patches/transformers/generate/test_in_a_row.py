@@ -14,7 +14,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import (
     MaxLengthCriteria,
     MaxTimeCriteria,
@@ -27,6 +30,7 @@ from fastgen.decoding.backends import native_multistep
 from fastgen.decoding.logits.forced_tokens import ForcedTokens
 from fastgen.decoding.logits.ngram_block import NGramBlock
 from fastgen.decoding.logits.repetition_penalty import RepetitionPenalty
+from fastgen.decoding.logits.sequence_bias import SequenceBias
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.token_ban import OnlyToken, TokenBan
 from fastgen.decoding.logits.transform import LogitsTransform
@@ -134,6 +138,86 @@ def test_families(variant: str, family: str, beams: int) -> None:  # noqa: F811
         for _ in range(2):
             assert assert_same(model, kwargs).error is None
     assert (calls["search", "native"] > 0) == (family in WRITTEN)
+
+
+UPDATES: dict[str, dict[str, Any]] = {
+    "penalty": {"repetition_penalty": 1.3},
+    "reward": {"repetition_penalty": 0.8, "no_repeat_ngram_size": 3},
+    "biases": {"sequence_bias": [[[t], 40.0 - t] for t in range(4, 60)]},
+    "all": {
+        "sequence_bias": [[[5], 25.5], [[7], -30.0]],
+        "repetition_penalty": 1.7,
+        "bad_words_ids": [[6], [8, 11]],
+        "min_new_tokens": 9,
+        "eos_token_id": [2, 7, 9],
+        "suppress_tokens": [9, 11],
+    },
+}
+
+
+@pytest.mark.parametrize("options", UPDATES)
+@pytest.mark.parametrize("family", ["marian", "gpt2", "llama"])
+def test_updates_of_scores(variant: str, family: str, options: str, alone: list[int]) -> None:  # noqa: F811
+    """Penalties and biases apply in C, in greedy search, as in transformers."""
+    model = zoo.build(family, torch.float32)
+    for padding in ("none", "natural"):
+        for rows in (1, 5):
+            kwargs = zoo.batch(model, rows, 9, padding) | UPDATES[options] | {"max_new_tokens": 40}
+            for _ in range(2):
+                calls.clear(), alone.clear()
+                assert assert_same(model, kwargs).error is None
+            assert calls["search", "native"] > 0
+            call = last_call()
+            assert call is not None
+            assert len(alone) < max(3, len(call.steps) // 2), "most steps were in a row"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", UPDATES)
+def test_updates_of_scores_in_half_precision(
+    variant: str,  # noqa: F811
+    options: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokens are those that single steps in C select."""
+    model = zoo.build("llama", dtype)
+    kwargs = zoo.batch(model, 3, 9, "natural") | UPDATES[options] | {"max_new_tokens": 40}
+    model.generate(**kwargs)
+    calls.clear()
+    found = model.generate(**kwargs)
+    assert calls["search", "native"] > 0
+    monkeypatch.setattr(loop, "BACKENDS", (loop.Eager,))
+    calls.clear()
+    assert torch.equal(found, model.generate(**kwargs))
+    assert calls["decoder_step", "native"] > calls["search", "native"] == 0
+
+
+@pytest.mark.parametrize(
+    "start", [0, 4, 7, 30, torch.tensor([0, 3, 12, 99]), torch.tensor([-2] * 4)]
+)
+def test_penalty_of_a_part_of_the_text(variant: str, start: int | Tensor) -> None:  # noqa: F811
+    """The first tokens that count differ by row, and rows leave the batch."""
+    model = zoo.build("gpt2", torch.float32)
+    penalty = RepetitionPenaltyLogitsProcessor(1.6, prompt_ignore_length=start)
+    kwargs = zoo.batch(model, 4, 9) | {
+        "logits_processor": LogitsProcessorList([penalty]),
+        "max_new_tokens": 40,
+        "eos_token_id": ENDS,
+    }
+    for _ in range(2):
+        assert assert_same(model, kwargs).error is None
+    assert calls["search", "native"] > 0
+
+
+def test_penalty_of_a_token_without_a_score(variant: str) -> None:  # noqa: F811
+    """The result, or the error, is that of the toolkit."""
+    model = zoo.build("gpt2", torch.float32)
+    model.lm_head = nn.Linear(model.config.n_embd, zoo.VOCABULARY - 20)
+    kwargs = zoo.batch(model, 2, 9, "none") | {"repetition_penalty": 1.2, "max_new_tokens": 12}
+    kwargs["input_ids"][0, 3] = zoo.VOCABULARY - 1
+    for _ in range(2):
+        assert_same(model, kwargs)
 
 
 ENDS = [2, 7, 9, 30]
@@ -308,10 +392,10 @@ class _Odd(StoppingCriteria):
         {"stopping_criteria": StoppingCriteriaList([_Odd()])},
         {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e6)])},
         {"output_scores": True, "return_dict_in_generate": True},
-        {"repetition_penalty": 1.3},
+        {"sequence_bias": [[[5, 7], 2.5]]},
         {"do_sample": True},
     ],
-    ids=["processor", "criterion", "time", "scores", "penalty", "draws"],
+    ids=["processor", "criterion", "time", "scores", "sequences", "draws"],
 )
 @pytest.mark.parametrize("beams", [1, 3])
 def test_whoever_looks_at_a_step_sees_it(
@@ -475,6 +559,16 @@ def test_how_long_the_same_is_banned() -> None:
     assert steps(NGramBlock(2), TokenBan(torch.tensor([7]))) == 25
     penalty = RepetitionPenalty(1.2, 0, lambda ids, scores: scores)
     assert not native_multistep.able(stop, [penalty])
+    assert native_multistep.able(stop, [penalty], updates_scores=True)
+    extreme = RepetitionPenalty(1e39, 0, lambda ids, scores: scores)
+    assert not native_multistep.able(stop, [extreme], updates_scores=True)
+    for biases, covered in (
+        ({(5,): 2.0}, True),
+        ({(5, 7): 2.0}, False),
+        ({(5,): -torch.inf}, False),
+    ):
+        bias = SequenceBias(biases)
+        assert native_multistep.able(stop, [bias], updates_scores=True) == covered
     assert not native_multistep.able(
         native_multistep.Stop(torch.tensor([2]), [lambda _: False]), []
     )
