@@ -21,6 +21,7 @@ Linear = Literal["auto", "off", "plain", "packed"]
 Step = Literal["auto", "module"]
 Graphs = Literal["auto", "call", "off"]
 Refill = Literal["auto", "on", "off"]
+Unknown = Literal["check", "off", "trust"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,13 @@ VARIABLES = (
         "whether batches start beside others; auto: on a CPU",
     ),
     Variable(
+        "FASTGEN_UNKNOWN",
+        "check",
+        get_args(Unknown),
+        "model families without a spec; check: share keys and values once a first call has agreed "
+        "with transformers; trust: share at once; off: leave them alone",
+    ),
+    Variable(
         "FASTGEN_REPORT",
         "0",
         ("0", "1"),
@@ -148,6 +156,7 @@ class Settings:
     step: Step
     graphs: Graphs
     refill: Refill
+    unknown: Unknown
     report: bool
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
@@ -198,6 +207,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         step=cast(Step, value["FASTGEN_STEP"]),
         graphs=cast(Graphs, value["FASTGEN_GRAPHS"]),
         refill=cast(Refill, value["FASTGEN_REFILL"]),
+        unknown=cast(Unknown, value["FASTGEN_UNKNOWN"]),
         report=value["FASTGEN_REPORT"] == "1",
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=_folder("FASTGEN_CACHE_DIR", folder)

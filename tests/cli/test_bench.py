@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,15 @@ def test_no_speed_where_outputs_differ(
 
 
 def test_what_fastgen_declines_has_its_reason(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    setting: Callable[[str, str], None],
 ) -> None:
     from fastgen.models.specs.registry import SPECS
 
     monkeypatch.delitem(SPECS, "gpt2")
+    setting("FASTGEN_UNKNOWN", "off")
     assert bench(folder / "unproven", "--num-beams", 2, "--batch-size", 2) == 0
     shown = capsys.readouterr().out
     assert "fastgen's loops did not run" in shown

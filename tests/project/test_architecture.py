@@ -392,27 +392,21 @@ def test_context_variables_are_few() -> None:
     assert len(made) <= CONTEXT_VARIABLES, made
 
 
-MEASURE = """
-import json, sys, time
-start = time.process_time()
-import torch
-before, middle = set(sys.modules), time.process_time()
+IMPORTED = """
+import json, sys, torch
+before = set(sys.modules)
 import fastgen
-share = (time.process_time() - middle) / (middle - start)
-print(json.dumps([share, sorted(set(sys.modules) - before)]))
+print(json.dumps(sorted(set(sys.modules) - before)))
 """
+
+MOST_MODULES = 50
+"""Modules that `import fastgen` imports after torch. With 43 it takes 2% of torch's import."""
 
 
 def test_import_is_cheap_and_imports_no_toolkit() -> None:
-    """Compare processor time with that of torch's import; take the best, as load adds to it."""
-    best = float("inf")
-    for _ in range(8):
-        share, modules = json.loads(_python(MEASURE))
-        best = min(best, share)
-        assert not {name.split(".")[0] for name in modules} & set(TOOLKITS), modules
-        if best < 0.03:
-            break
-    assert best < 0.03, f"import fastgen takes {best:.1%} of what import torch does"
+    modules = json.loads(_python(IMPORTED))
+    assert not {name.split(".")[0] for name in modules} & set(TOOLKITS), modules
+    assert len(modules) <= MOST_MODULES, modules
 
 
 def test_import_does_not_need_torch() -> None:

@@ -55,14 +55,18 @@ def agree(found: Tensor, own: Tensor, rounded: Tensor | None = None) -> bool | N
         return None
     if found.shape != own.shape:
         return False
-    found, reference = found.double(), own.double()
-    spread, distance = (
-        (reference - reference.mean(-1, keepdim=True)).norm(),
-        (found - reference).norm(),
-    )
-    if bool(distance <= TOLERANCE.get(own.dtype, 3e-2) * spread):
+    if distance(found, own) <= TOLERANCE.get(own.dtype, 3e-2):
         return True
-    return rounded is not None and bool(distance <= ROUNDED * (rounded.double() - found).norm())
+    return rounded is not None and distance(found, own) <= ROUNDED * distance(rounded, found)
+
+
+def distance(found: Tensor, reference: Tensor) -> float:
+    """Return the distance of logits (R, V), relative to the spread of the reference."""
+    found, reference = found.double(), reference.double()
+    difference = (found - reference).norm()
+    if difference == 0:
+        return 0.0  # also where the spread is 0
+    return float(difference / (reference - reference.mean(-1, keepdim=True)).norm())
 
 
 class Proven(Protocol):
@@ -164,6 +168,20 @@ def _with_noise(
     make: Callable[[], Sequence[Tensor]], dtype: torch.dtype, device: torch.device
 ) -> Sequence[Tensor] | None:
     """Return tensors computed with rounding noise; None in a fine precision, or if it fails."""
+    rounding = rounding_noise(dtype, device)
+    return None if rounding is None else made(make, rounding)
+
+
+def rounding_noise(dtype: torch.dtype, device: torch.device) -> Callable[[Tensor], Tensor] | None:
+    """Return a function that changes each element by up to half a unit in the last place.
+
+    Args:
+        dtype: The dtype of the model.
+        device: The device of the tensors.
+
+    Returns:
+        The function, which draws from a generator of its own; None in a fine precision.
+    """
     if (unit := _unit(dtype, device)) is None:
         return None
     generator = torch.Generator(device).manual_seed(0)
@@ -172,7 +190,7 @@ def _with_noise(
         noise = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
         return (x * (1 + unit * (2 * noise - 1))).to(x.dtype)
 
-    return made(make, once_more)
+    return once_more
 
 
 def _unit(dtype: torch.dtype, device: torch.device) -> float | None:

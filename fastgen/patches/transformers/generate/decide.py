@@ -30,6 +30,13 @@ from fastgen.patches.transformers.generate import captured_module_step, first_to
 from fastgen.patches.transformers.generate.legacy_search import Method, method_of
 from fastgen.patches.transformers.generate.logits_processors import batchwise_processor
 from fastgen.patches.transformers.generate.stopping_criteria import unknown_criterion
+from fastgen.patches.transformers.unlisted.families import (
+    configs_of,
+    is_listed,
+    key_of,
+    reason_not_supported,
+    verdict,
+)
 
 
 def decide(
@@ -72,6 +79,8 @@ def decide(
     reason = _reason_not_to_know(model, method) or _reason_not_to_share(
         model, input_ids, config, kwargs, beams
     )
+    if reason is None and not is_listed(model):
+        reason = _reason_of_family(model, method, input_ids, config, kwargs, beams)
     if reason is None and beams == 1 and method is None and not drafts:
         reason = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
     if reason is not None:
@@ -89,6 +98,8 @@ def decide(
             left_off.append(by_modules(reason_not))
     samples = beams if loop == "sample" and method is None else 1
     reason = _reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)
+    if reason is None and not is_listed(model):
+        reason = f"model type {model.config.model_type!r} has no spec"
     may_drop = reason is None and new_tokens > 1
     if step is None and ((shared and beams > 1) or may_drop):
         dropout = draws(model)
@@ -204,7 +215,8 @@ MODULES_CANNOT = "the model's own modules compute attention by themselves"
 def has_own_attention(model: Any) -> bool:
     """Return whether a model's modules cannot resolve the placeholders of a shared cache."""
     return any(
-        spec is not None and not spec.attention_interface for spec in map(spec_of, _configs(model))
+        spec is not None and not spec.attention_interface
+        for spec in map(spec_of, configs_of(model))
     )
 
 
@@ -271,8 +283,8 @@ def check_model(model: Any) -> None:
     """Raise Unsupported if fastgen runs no call of this model, whatever its arguments."""
     if (reason := replaced()) is not None:
         raise Unsupported(reason)
-    if all(spec_of(part) is None for part in _configs(model)):
-        raise Unsupported(f"model type {model.config.model_type!r} is not supported")
+    if not is_listed(model) and (reason := reason_not_supported(model)) is not None:
+        raise Unsupported(reason)
     if model.device.type == "meta":
         raise Unsupported("the model's first weights are offloaded")
     if compat.reorders_its_cache(model):
@@ -281,18 +293,6 @@ def check_model(model: Any) -> None:
         raise Unsupported(reason)
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise Unsupported("the model lies on several devices")
-
-
-def _configs(model: Any) -> tuple[Any, ...]:
-    """Return the model's config and, if it has sub-configs, its text config.
-
-    `get_text_config` makes a copy, so it is called only if there are sub-configs.
-    """
-    return (
-        (model.config, model.config.get_text_config(decoder=True))
-        if model.config.sub_configs
-        else (model.config,)
-    )
 
 
 FEW, SHORT = 2, 64
@@ -345,7 +345,7 @@ def _reason_not_to_share(
     if (user_code := _reads_rows(model)) is not None:
         return f"{user_code} may look at rows, or at the cache"
     longest = _longest(model, input_ids, config, kwargs)
-    for part in _configs(model):
+    for part in configs_of(model):
         rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
         short = rope.get(
             "original_max_position_embeddings",
@@ -365,6 +365,29 @@ def _reason_not_to_share(
     if attentions:
         return "output_attentions=True"
     return _reason_not_to_redeem(model, kwargs)
+
+
+def _reason_of_family(
+    model: Any, method: Method | None, input_ids: Tensor, config: Any, kwargs: dict[str, Any],
+    beams: int,
+) -> str | None:  # fmt: skip
+    """Return why a call of a family without a spec does not share, or None if it does.
+
+    Its first call runs both ways, which needs calls that depend on nothing but their arguments.
+    """
+    if method is not None:
+        return f"model type {model.config.model_type!r} has no spec"
+    if compat.is_user_provided(cache := compat.cache_of(kwargs)):
+        return user_cache.IS_USER_PROVIDED
+    windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
+    if windows and _longest(model, input_ids, config, kwargs) > min(windows):
+        return "the text may outgrow the sliding window"
+    return (
+        draws(model)
+        or _reason_not_to_redeem(model, kwargs)
+        or verdict(key_of(model, beams, kwargs))
+        or None
+    )
 
 
 def _of_another_kind(cache: Any) -> str | None:
@@ -409,7 +432,7 @@ def _reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
         return None  # its modules never get placeholders
     if not engine.is_applied("transformers.attention"):
         return "transformers.attention is not in place"
-    for part in _configs(model):
+    for part in configs_of(model):
         if (reason := fused_decoder.not_known(model, part)) is not None:
             return reason
     if kwargs.get("mm_encoder_outputs"):

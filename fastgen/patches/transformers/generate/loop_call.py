@@ -14,6 +14,8 @@ from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
+from fastgen.patches.transformers.unlisted.checked_stepper import CheckedStepper
+from fastgen.patches.transformers.unlisted.families import is_listed, key_of, verdict
 
 
 @dataclass
@@ -85,9 +87,21 @@ class Call:
             step: The fused decode step; None if the model's own modules run the steps.
         """
         arguments = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
-        stepper = SharedStepper(*arguments, step) if plan.shared else ModuleStepper(*arguments)
+        if not plan.shared:
+            stepper = ModuleStepper(*arguments)
+        elif (key := self._unchecked(plan)) is not None:
+            stepper = CheckedStepper(*arguments, key)
+        else:
+            stepper = SharedStepper(*arguments, step)
         if self.config.return_dict_in_generate and (
             self.config.output_hidden_states or self.config.output_attentions
         ):
             stepper.outputs = []
         return stepper
+
+    def _unchecked(self, plan: Plan) -> tuple[object, ...] | None:
+        """Return the key of a family without a spec that has to be checked; None otherwise."""
+        if is_listed(self.model):
+            return None
+        key = key_of(self.model, plan.beams, self.model_kwargs)
+        return key if verdict(key) is None else None

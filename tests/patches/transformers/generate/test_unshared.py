@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -375,7 +375,8 @@ def test_a_config_without_a_vocabulary_s_size(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(model.generate(**kwargs), expected)
 
 
-def test_unproven_models_are_left_alone() -> None:
+def test_unproven_models_may_be_left_alone(setting: Callable[[str, str], None]) -> None:
+    setting("FASTGEN_UNKNOWN", "off")
     model, reason = zoo.unproven(), "model type 'arcee' is not supported"
     before = fallbacks().get(reason, 0)
     assert (

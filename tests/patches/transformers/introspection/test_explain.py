@@ -262,7 +262,7 @@ def test_what_never_comes_to_a_patched_loop() -> None:
         fastgen.explain(model, **kwargs, dola_layers="high")
 
 
-def test_families_that_are_not_proven() -> None:
+def test_families_with_other_state() -> None:
     shape: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 16,
@@ -273,7 +273,7 @@ def test_families_that_are_not_proven() -> None:
     explanation = _explain(
         model, {"input_ids": torch.ones(1, 3, dtype=torch.int64), "num_beams": 2}
     )
-    assert explanation.reason == "model type 'mamba' is not supported"
+    assert explanation.reason == "MambaForCausalLM keeps other state than keys and values"
 
 
 def test_a_generate_of_its_own() -> None:

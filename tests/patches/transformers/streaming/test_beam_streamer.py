@@ -223,6 +223,11 @@ def test_counted_and_explained() -> None:
     assert fallbacks() == fell
 
 
+def _mamba() -> Any:
+    shape: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    return tf.MambaForCausalLM(tf.MambaConfig(vocab_size=zoo.VOCABULARY, **shape))
+
+
 class _OwnBeams(tf.GPT2LMHeadModel):
     def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("ran")
@@ -231,7 +236,7 @@ class _OwnBeams(tf.GPT2LMHeadModel):
 @pytest.mark.parametrize(
     ("build", "options", "reason"),
     [
-        (zoo.unproven, {}, "model type 'arcee' is not supported"),
+        (_mamba, {}, "MambaForCausalLM keeps other state than keys and values"),
         (lambda: _OwnBeams(zoo.build("gpt2").config), {}, "_OwnBeams has a beam search of its own"),
         (lambda: zoo.build("gpt2"), {"synced_gpus": True}, "synced_gpus=True"),
     ],
