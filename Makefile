@@ -114,7 +114,8 @@ sanitize: $(READY)  ## the operations in C with AddressSanitizer and UndefinedBe
 	CC=gcc $(RUN) fastgen/ops/native/build.py --sanitize $(SANITIZED)
 	$(SANITIZE) --rounds $(N)
 	$(SANITIZE) --pytest tests/ops/test_native.py tests/ops/test_native_search.py tests/models/test_in_c.py \
-	  tests/models/test_encoders_in_c.py tests/patches/transformers/generate/test_in_a_row.py
+	  tests/models/test_encoders_in_c.py tests/patches/transformers/generate/test_in_a_row.py \
+	  tests/ops/test_native_noise.py tests/decoding/test_native_draws.py
 
 clean:  ## remove what make and the tools made: .venv, caches, build output
 	rm -rf .venv build dist site fastgen/ops/native/lib .pytest_cache .ruff_cache .hypothesis *.egg-info

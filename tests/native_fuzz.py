@@ -31,7 +31,7 @@ from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding, embedding_reference
-from fastgen.ops.native import build
+from fastgen.ops.native import build, noise
 from fastgen.ops.selection import token_mask
 from fastgen.ops.selection.kbest import LogitsUpdates, kbest, kbest_reference
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
@@ -236,6 +236,18 @@ def _sets(draw: Draw) -> None:
     assert torch.equal(token_mask.unpacked(found, v), banned)
 
 
+def _noise(draw: Draw) -> None:
+    by, generator = native.library(), draw.generator
+    assert by is not None
+    state = generator.get_state()
+    out = torch.full((draw.size(),), torch.nan)
+    by.exponential_noise(by.run, 1, out.data_ptr(), state.data_ptr(), len(out))
+    wanted = torch.empty_like(out).exponential_(generator=generator)
+    if noise.is_torchs(by):
+        _close(out, wanted)
+        assert torch.equal(state, generator.get_state())
+
+
 def _embedding(draw: Draw) -> None:
     v, c = draw.size(), draw.size()
     ids, tokens = draw.integers(draw.size(), below=v), draw.strided(v, c)
@@ -246,6 +258,7 @@ def _embedding(draw: Draw) -> None:
 
 OPERATIONS: tuple[Callable[[Draw], None], ...] = (
     _attention, _log_softmax, _kbest, _product, _choice, _tables, _sentences, _sets, _embedding,
+    _noise,
 )  # fmt: skip
 
 
@@ -340,6 +353,14 @@ def search(draw: Draw) -> None:
                 "repetition_penalty": choose((0.8, 1.4)),
                 "sequence_bias": [[[t], 30.0 - t] for t in range(5, vocabulary, 9)],
                 "no_repeat_ngram_size": choose((0, 2)),
+            },
+            {
+                "do_sample": True,
+                "temperature": choose((0.5, 1.0, 2.0)),
+                "top_k": choose((0, 1, 5, 33, 64, 5000)),
+                "top_p": choose((0.01, 0.5, 0.9, 1.0)),
+                "min_p": choose((None, 0.05, 1.0)),
+                "suppress_tokens": [4, 8],
             },
         )
     )

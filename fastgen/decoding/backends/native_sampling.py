@@ -1,11 +1,12 @@
-"""`native_multistep` backend of greedy search."""
+"""`native_multistep` backend of greedy search and sampling."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgen.decoding.backends import native_multistep
+from fastgen.decoding.backends import native_draws, native_multistep
 from fastgen.decoding.batching.batch_compaction import fewest_leaving
 from fastgen.decoding.search.sampling import Sampling, finished_rows
 from fastgen.ops.dispatch import in_memory
@@ -13,33 +14,45 @@ from fastgen.ops.native import search as c
 
 
 class NativeSampling(native_multistep.NativeMultistep[Sampling]):
-    """Backend of greedy `Sampling` that runs many steps per C call."""
+    """Backend of `Sampling` that runs many steps per C call."""
+
+    def __init__(self, search: Sampling, model: native_multistep.MultistepModel) -> None:
+        super().__init__(search, model)
+        self._one_row_each = True  # whether each sentence has one row; known from the first step on
+        _, warpers = native_draws.split(search.transforms)
+        self.draws = native_draws.Draws(warpers) if search.sample else None
 
     @staticmethod
     def covers(search: Any) -> bool:
         """Return whether C can select the tokens of a search whose steps no callback observes."""
+        if not isinstance(search, Sampling):
+            return False
+        transforms, warpers = native_draws.split(search.transforms)
         return (
-            isinstance(search, Sampling)
-            and not (search.sample or search.trace.wanted or search.trace.chosen is not None)
+            (native_draws.able(warpers) if search.sample else not warpers)
+            and not (search.trace.wanted or search.trace.chosen is not None)
             and search.wanted is None
             and search.on_step is None
             and search.on_tokens is None
             and search.ids.is_cpu
             and (search.pad is None or int(search.pad) >= 0)
-            and native_multistep.able(search.stop, search.transforms, updates_scores=True)
+            and native_multistep.able(search.stop, transforms, updates_scores=True)
         )
 
     @staticmethod
     def _steps_of(search: Sampling) -> native_multistep.Steps:
-        return native_multistep.Steps(search.stop, search.transforms)
+        transforms, _ = native_draws.split(search.transforms)
+        return native_multistep.Steps(search.stop, transforms)
 
     def _run(self) -> Tensor | bool | None:
         search, steps, model = self.search, self.steps, self.model
         text, (rows, length) = search.text, search.ids.shape
-        alike = steps.alike(text)
+        alike = steps.alike(text) if self._one_row_each else 0
         prepared = model.begin_steps(alike) if alike else None
-        # C runs one row per sentence.
-        if prepared is None or len(prepared.own) > 1 or not steps.covers(rows):
+        if prepared is None:
+            return None
+        self._one_row_each = len(prepared.own) == 1
+        if not self._one_row_each or not steps.covers(rows):
             return None
         if not (
             in_memory(search.ids, dtype=torch.int64) and in_memory(search.running, dtype=torch.bool)
@@ -51,14 +64,23 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         leave = fewest_leaving(rows, search.captured) if search.may_drop else 0
         texts, held = steps.texts(text, ids, rows, prepared, leave)
         pad = -1 if search.pad is None else int(search.pad)
+
+        def search_rows(threads: int, draws: c.Draws | None = None) -> int:
+            return c.search_rows(
+                prepared.by, threads, prepared.decoder, texts, draws, running.data_ptr(),
+                room.data_ptr(), pad,
+            )  # fmt: skip
+
+        def draw_rows(draws: native_draws.Draws, threads: int) -> int:
+            return draws.run(prepared, texts, lambda given: search_rows(threads, given))
+
         outcome = native_multistep.run(
-            model, prepared, texts,
-            lambda threads: c.search_greedily(
-                prepared.by, threads, prepared.decoder, texts, running.data_ptr(), room.data_ptr(),
-                pad,
-            ),
+            model,
+            prepared,
+            texts,
+            search_rows if self.draws is None else partial(draw_rows, self.draws),
             lambda: False,
-        )  # fmt: skip
+        )
         del held
         steps.note(length, outcome.made)
         search.extend(ids[:, length : length + outcome.made])

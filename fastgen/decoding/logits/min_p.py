@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.logits.text import Text
-from fastgen.decoding.logits.transform import LogitsTransform
+from fastgen.decoding.logits.transform import LogitsTransform, Warper
 
 
 @dataclass
@@ -24,6 +24,10 @@ class MinP(LogitsTransform):
     min_p: float
     least: int = 1
     removed: float = -torch.inf
+
+    def __post_init__(self) -> None:
+        if self.least == 1 and self.removed == -torch.inf:
+            self.warper = Warper("min-p", self.min_p)
 
     @property
     def capturable(self) -> bool:

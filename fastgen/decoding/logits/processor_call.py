@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastgen.decoding.logits.text import Text
-from fastgen.decoding.logits.transform import LogitsTransform
+from fastgen.decoding.logits.transform import LogitsTransform, Warper
 
 
 @dataclass
@@ -17,10 +17,12 @@ class ProcessorCall(LogitsTransform):
         function: Function of token ids (R, L) and scores (R, V). It gets the scores that the
             caller keeps, and may change them, as in the toolkit.
         static: Whether it depends on the scores alone and does not synchronize with the device.
+        warper: Description of the processor for C, if it is a warper.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
     static: bool = False
+    warper: Warper | None = None
 
     in_place = False
 

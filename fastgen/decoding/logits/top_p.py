@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fastgen.decoding.logits.text import Text
-from fastgen.decoding.logits.transform import LogitsTransform
+from fastgen.decoding.logits.transform import LogitsTransform, Warper
 from fastgen.ops.selection.sample import nucleus
 
 
@@ -32,6 +32,10 @@ class TopP(LogitsTransform):
     _pause: int = field(default=0, init=False)
     # Number of consecutive attempts in which `_count` scores were too few.
     _failed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.least == 1:
+            self.warper = Warper("top-p", self.top_p)
 
     @property
     def capturable(self) -> bool:

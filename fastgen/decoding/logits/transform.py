@@ -53,6 +53,18 @@ class Offsets(NamedTuple):
     values: Tensor
 
 
+class Warper(NamedTuple):
+    """A filter of the scores from which tokens are drawn, as C reads it.
+
+    Attributes:
+        kind: What the filter is; `"temperature"` divides the scores.
+        value: Its parameter.
+    """
+
+    kind: Literal["temperature", "top-k", "top-p", "min-p"]
+    value: float
+
+
 class LogitsTransform:
     """A transform of the scores (R, V) before token selection.
 
@@ -67,8 +79,9 @@ class LogitsTransform:
     | `"dense"` | anything else | `__call__` |
 
     All forms but `"dense"` run inside the k-best kernels, which write no log-probabilities. C
-    applies a token mask if `reads_text` is false or `ngrams` describes it, and in searches of one
-    row per text a sparse update that `update` describes.
+    applies a token mask if `reads_text` is false or `ngrams` describes it. In searches of one row
+    per text it also applies a sparse update that `update` describes, and the last transforms if
+    they are warpers.
 
     Attributes:
         form: What the transform does.
@@ -79,6 +92,8 @@ class LogitsTransform:
             not positive.
         in_place: Whether `__call__` may change its argument, so that a caller that keeps the
             scores passes a copy.
+        warper: Description of a filter that keeps at least one token and gives -inf to the others;
+            None if the transform is not one.
     """
 
     form: Form = "dense"
@@ -86,6 +101,7 @@ class LogitsTransform:
     reads_text: bool = True
     needs_log_probs: bool = False
     in_place: bool = True
+    warper: Warper | None = None
 
     @property
     def capturable(self) -> bool:

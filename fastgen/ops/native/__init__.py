@@ -47,7 +47,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "step": (_POINTER, _POINTER),
     "search_beams": (*[_POINTER] * 4,),
     "search_first_finished": (*[_POINTER] * 4,),
-    "search_greedily": (*[_POINTER] * 5, _INTEGER),
+    "search_rows": (*[_POINTER] * 6, _INTEGER),
+    "exponential_noise": (*[_POINTER] * 2, _INTEGER),
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
     "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 5),
     "move_sentences": (*[_POINTER] * 3, *[_INTEGER] * 6),
@@ -57,7 +58,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 """Arguments of the operations, after `run` and the number of threads."""
 
-_RETURNS_NOTHING = ("log_softmax", "product", "add_tokens", "add_repeats")
+_RETURNS_NOTHING = ("log_softmax", "product", "exponential_noise", "add_tokens", "add_repeats")
 
 BEHIND: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 """Codes of the activation functions after a product, as in product.h."""
@@ -84,7 +85,8 @@ class Library(NamedTuple):
     step: Callable[..., int]
     search_beams: Callable[..., int]
     search_first_finished: Callable[..., int]
-    search_greedily: Callable[..., int]
+    search_rows: Callable[..., int]
+    exponential_noise: Callable[..., None]
     choose: Callable[..., int]
     move_rows: Callable[..., int]
     move_sentences: Callable[..., int]

@@ -36,8 +36,8 @@ static int add_offsets(float *scores, const Update *of, int64_t V) {
 }
 
 /* Applies all updates to the scores of row r. Returns 0 if a token has no score. */
-static int update_row(float *scores, uint32_t *seen, const Texts *texts, int64_t r, int64_t V) {
-  const int64_t *ids = texts->ids + r * texts->ids_b;
+int update_row(float *scores, uint32_t *seen, const Texts *texts, int64_t r, int64_t vocabulary) {
+  const int64_t V = vocabulary, *ids = texts->ids + r * texts->ids_b;
   for (int64_t i = 0; i < texts->update_count; i++) {
     const Update *of = &texts->updates[i];
     if (of->penalty == 0.0) {

@@ -11,6 +11,7 @@
 #include <time.h>
 
 #include "choice.h"
+#include "draws.h"
 #include "product.h"
 #include "rows.h"
 #include "tables.h"
@@ -258,8 +259,8 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
 
 /* The size of all structures of a search, which ops/native/search.py compares with its own. */
 int64_t search_size(void) {
-  return sizeof(Decoder) + sizeof(NGrams) + sizeof(Update) + sizeof(Texts) + sizeof(Sight) +
-         sizeof(Beams) + sizeof(FirstFinished);
+  return sizeof(Decoder) + sizeof(NGrams) + sizeof(Update) + sizeof(Texts) + sizeof(Draws) +
+         sizeof(Sight) + sizeof(Beams) + sizeof(FirstFinished);
 }
 
 /* Runs steps of a beam search: the decoder, then the choice. Returns why it stopped. */
@@ -375,22 +376,29 @@ int search_first_finished(parallel run, unsigned threads, barrier wait, Decoder 
   return found;
 }
 
-/* Runs steps of a greedy search. Returns why it stopped.
+/* Runs steps of a greedy search, or of sampling. Returns why it stopped.
  *
- * running: (R,), texts that have not ended; the others continue with `pad`, or with their own
- * tokens if that is negative. tokens: scratch for (R,). */
-int search_greedily(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
-                    uint8_t *running, int64_t *tokens, int64_t pad) {
+ * draws: how tokens are drawn, or NULL for the most probable ones. running: (R,), texts that have
+ * not ended; the others continue with `pad`, or with their own tokens if that is negative. tokens:
+ * scratch for (R,). */
+int search_rows(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
+                const Draws *draws, uint8_t *running, int64_t *tokens, int64_t pad) {
   const int64_t R = model->step->rows, V = model->head.outputs;
+  const int64_t size = draws ? draw_size(V) : texts->update_count ? threads * row_size(V) : 0;
+  const int twists = draws && !draws->noise;
+  Twister twister = {.next = 0};
   int found = GOES_ON;
-  void *held = texts->update_count ? malloc(threads * row_size(V)) : NULL;
-  if (texts->update_count && !held) return NO_MEMORY;
+  void *held = size ? malloc(size) : NULL;
+  if (size && !held) return NO_MEMORY;
+  if (twists) read_generator(&twister, draws->generator);
   model->threads = threads;
   while (found == GOES_ON && may_go_on(model, texts)) {
     found = make_logits(run, wait, model, texts, 1);
     if (found != GOES_ON) break;
-    if (!find_highest(run, threads_for(model, R * V), tokens, model->logits,
-                      ban(run, model, texts, 1), texts, held, R, V)) {
+    const uint32_t *banned = ban(run, model, texts, 1);
+    if (draws ? !draw_rows(draws, &twister, tokens, model->logits, banned, texts, held, R, V)
+              : !find_highest(run, threads_for(model, R * V), tokens, model->logits, banned, texts,
+                              held, R, V)) {
       found = UNDECIDED;
       break;
     }
@@ -407,6 +415,7 @@ int search_greedily(parallel run, unsigned threads, barrier wait, Decoder *model
     else if (texts->leave && ended >= texts->leave)
       found = LEAVING;
   }
+  if (twists && texts->made) write_generator(draws->generator, &twister);
   free(held);
   return found;
 }

@@ -62,6 +62,14 @@ typedef struct {
   int64_t steps, made, run;         /* the most steps; those made; those that the decoder ran */
 } Texts;
 
+/* How tokens are drawn: filters of the scores, in this order, and the random numbers. */
+typedef struct {
+  double temperature, top_p, min_p; /* 1, 1 and 0 for none */
+  int64_t top_k;                    /* 0 for all */
+  const float *noise;               /* (steps, R, V), exponential; NULL to make it by `generator` */
+  uint8_t *generator;               /* the state of torch's generator, which is advanced */
+} Draws;
+
 /* Which slots of the text each beam sees. */
 typedef struct {
   float *mask;                      /* (B, M, N) additive */

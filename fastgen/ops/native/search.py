@@ -101,6 +101,23 @@ class Texts(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Draws(ctypes.Structure):
+    """How tokens are drawn: filters of the scores, in this order, and the random numbers.
+
+    Attributes:
+        temperature: the divisor of the scores.
+        top_p: the probability mass of the tokens that are kept; 1 for all.
+        min_p: the least share of the highest probability that a token must have.
+        top_k: the number of highest scores that are kept, before top-p; 0 for all.
+        noise: (steps, R, V) fp32, exponential noise; NULL to make it from `generator`.
+        generator: the state of a `torch.Generator` of the CPU; C advances it.
+    """
+
+    _fields_: ClassVar = [
+        *of(DOUBLE, "temperature top_p min_p"), ("top_k", INTEGER), *of(POINTER, "noise generator"),
+    ]  # fmt: skip
+
+
 class Sight(ctypes.Structure):
     """The additive mask that tells which KV slots of the text each beam sees.
 
@@ -175,7 +192,7 @@ class FirstFinished(ctypes.Structure):
     ]  # fmt: skip
 
 
-SIZE = sum(map(ctypes.sizeof, (Decoder, NGrams, Update, Texts, Sight, Beams, FirstFinished)))
+SIZE = sum(map(ctypes.sizeof, (Decoder, NGrams, Update, Texts, Draws, Sight, Beams, FirstFinished)))
 """The value that `search_size` of a library returns if its structures match these."""
 
 
@@ -203,12 +220,14 @@ def search_first_finished(
     return by.search_first_finished(by.run, threads, by.wait, *records)
 
 
-def search_greedily(
-    by: Library, threads: int, decoder: Decoder, texts: Texts, running: int, room: int, pad: int
-) -> int:
-    """Run decode steps of a greedy search.
+def search_rows(
+    by: Library, threads: int, decoder: Decoder, texts: Texts, draws: Draws | None, running: int,
+    room: int, pad: int,
+) -> int:  # fmt: skip
+    """Run decode steps of a greedy search, or of sampling.
 
     Args:
+        draws: how tokens are drawn; None for the most probable ones.
         running: address of (R,) bool, the texts that have not ended.
         room: address of (R,) int64, scratch memory.
         pad: the token that ended texts continue with; negative for their own tokens.
@@ -216,6 +235,7 @@ def search_greedily(
     Returns:
         Why the steps stopped, as `search_beams`.
     """
-    return by.search_greedily(
-        by.run, threads, by.wait, ctypes.byref(decoder), ctypes.byref(texts), running, room, pad
-    )
+    return by.search_rows(
+        by.run, threads, by.wait, ctypes.byref(decoder), ctypes.byref(texts),
+        None if draws is None else ctypes.byref(draws), running, room, pad,
+    )  # fmt: skip

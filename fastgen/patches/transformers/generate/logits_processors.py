@@ -19,7 +19,7 @@ from fastgen.decoding.logits.repetition_penalty import RepetitionPenalty
 from fastgen.decoding.logits.sequence_bias import SequenceBias
 from fastgen.decoding.logits.token_ban import TokenBan
 from fastgen.decoding.logits.top_p import TopP
-from fastgen.decoding.logits.transform import LogitsTransform
+from fastgen.decoding.logits.transform import LogitsTransform, Warper
 from fastgen.models.routing.instance import toolkit_class
 from fastgen.patches.transformers.compat import INSTALLED
 from fastgen.patches.transformers.generate.first_tokens import of_sentences
@@ -148,6 +148,19 @@ def _penalty(processor: Any, _: Vocabulary) -> LogitsTransform:
     return RepetitionPenalty(processor.penalty, 0 if start is None else start, _called(processor))
 
 
+def _temperature(processor: Any, _: Vocabulary) -> LogitsTransform:
+    return ProcessorCall(
+        _called(processor), static=True, warper=Warper("temperature", processor.temperature)
+    )
+
+
+def _top_k(processor: Any, _: Vocabulary) -> LogitsTransform:
+    removes = processor.filter_value == -torch.inf
+    return ProcessorCall(
+        _called(processor), True, Warper("top-k", processor.top_k) if removes else None
+    )
+
+
 def _top_p(processor: Any, _: Vocabulary) -> LogitsTransform | None:
     if processor.filter_value != -torch.inf:
         return None
@@ -196,8 +209,8 @@ _PROCESSORS: dict[Any, _Row] = {
     lp.ForcedEOSTokenLogitsProcessor: _Row(
         lambda p, _: ForcedTokens(p.eos_token_id, lambda length: length == p.max_length - 1)
     ),
-    lp.TemperatureLogitsWarper: _Row(static=True),
-    lp.TopKLogitsWarper: _Row(static=True),
+    lp.TemperatureLogitsWarper: _Row(_temperature, static=True),
+    lp.TopKLogitsWarper: _Row(_top_k, static=True),
     lp.TopPLogitsWarper: _Row(_top_p, static=True),
     lp.MinPLogitsWarper: _Row(lambda p, _: MinP(p.min_p, p.min_tokens_to_keep, p.filter_value)),
     lp.TypicalLogitsWarper: _Row(static=True),

@@ -337,7 +337,7 @@ def test_without_memory(variant: str, beams: int, monkeypatch: pytest.MonkeyPatc
     kwargs = zoo.batch(model, 4, 7, "none") | {"num_beams": beams, "max_new_tokens": 8}
     for _ in range(2):
         wanted = model.generate(**kwargs)
-    name, refused = "search_beams" if beams > 1 else "search_greedily", list[int]()
+    name, refused = "search_beams" if beams > 1 else "search_rows", list[int]()
     own = getattr(c, name)
 
     def failing(by: native.Library, threads: int, decoder: c.Decoder, *others: Any) -> int:
@@ -393,7 +393,7 @@ class _Odd(StoppingCriteria):
         {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e6)])},
         {"output_scores": True, "return_dict_in_generate": True},
         {"sequence_bias": [[[5, 7], 2.5]]},
-        {"do_sample": True},
+        {"do_sample": True, "typical_p": 0.8},
     ],
     ids=["processor", "criterion", "time", "scores", "sequences", "draws"],
 )

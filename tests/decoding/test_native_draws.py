@@ -1,0 +1,270 @@
+"""Check sampling of `generate` in native multistep decoding.
+
+The tokens, and the state in which torch's generator is left, must be those of transformers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import fastgen
+from fastgen.decoding import loop
+from fastgen.decoding.backends import native_draws
+from fastgen.decoding.search import sampling
+from fastgen.ops.counts import calls
+from fastgen.ops.native import noise
+from fastgen.ops.native import search as c
+from fastgen.patches.transformers.generate.report import last_call
+from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
+from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
+from tests.support import zoo
+from tests.support.parity import assert_same
+
+DRAWS = {"do_sample": True, "max_new_tokens": 40}
+ENDS = [2, 7, 9, 30]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that records token selections in Python."""
+    made, own = list[int](), sampling.Sampling.advance
+
+    def advance(self: Any, model: Any, logits: Tensor) -> bool:
+        made.append(self.present)
+        return own(self, model, logits)
+
+    monkeypatch.setattr(sampling.Sampling, "advance", advance)
+    return made
+
+
+@pytest.fixture(params=["C", "torch"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return where the random numbers come from."""
+    if request.param == "torch":
+        monkeypatch.setattr(noise, "is_torchs", lambda by: False)
+    return request.param
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "all tokens": {"top_k": 0},
+    "cold": {"top_k": 0, "temperature": 0.3},
+    "top-k": {"top_k": 3, "temperature": 1.7},
+    "top-k of all": {"top_k": 500, "top_p": 0.4},
+    "top-p": {"top_k": 0, "top_p": 0.9},
+    "top-p of few": {"top_k": 7, "top_p": 0.6, "temperature": 2.5},
+    "top-p of one": {"top_k": 0, "top_p": 0.0},
+    "min-p": {"top_k": 0, "min_p": 0.05, "temperature": 1.5},
+    "min-p of one": {"top_k": 0, "min_p": 1.0},
+    "ends": {"eos_token_id": ENDS, "min_new_tokens": 3, "temperature": 2.0},
+    "all": {
+        "temperature": 1.8, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3,
+        "sequence_bias": [[[5], 4.5], [[7], -3.0]], "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[6], [8, 11]], "min_new_tokens": 9, "eos_token_id": ENDS,
+        "suppress_tokens": [9, 11],
+    },
+}  # fmt: skip
+UNDECIDED = ("top-p of one", "min-p of one")
+"""Options with which rounding decides every draw."""
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_options(
+    variant: str,  # noqa: F811
+    family: str,
+    options: str,
+    source: str,
+    alone: list[int],
+) -> None:
+    model = zoo.build(family, torch.float32)
+    for seed in range(6):
+        calls.clear(), alone.clear()
+        kwargs = zoo.batch(model, 1 + 2 * (seed % 2), 9, "natural") | DRAWS | OPTIONS[options]
+        assert assert_same(model, kwargs, seed).error is None
+        assert calls["search", "native"] > 0
+        call = last_call()
+        assert call is not None
+        if seed and options not in UNDECIDED:
+            assert len(alone) < max(4, len(call.steps) // 4), "most steps were in a row"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", ["default", "top-p of few", "min-p", "all"])
+def test_half_precision(
+    variant: str,  # noqa: F811
+    options: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokens are those that single steps in C select; many scores are equal."""
+    model = zoo.build("llama", dtype)
+    kwargs = zoo.batch(model, 2, 9, "natural") | DRAWS | OPTIONS[options]
+    model.generate(**kwargs)
+
+    def drawn() -> list[Tensor]:
+        found = list[Tensor]()
+        for seed in range(6):
+            torch.manual_seed(seed)
+            found += [model.generate(**kwargs), torch.get_rng_state()]
+        return found
+
+    calls.clear()
+    found = drawn()
+    assert calls["search", "native"] > 0
+    monkeypatch.setattr(loop, "BACKENDS", (loop.Eager,))
+    calls.clear()
+    assert all(map(torch.equal, found, drawn()))
+    assert calls["decoder_step", "native"] > calls["search", "native"] == 0
+
+
+def test_equal_scores(variant: str, source: str) -> None:  # noqa: F811
+    """Tokens with equal embeddings tie in every step, often where top-k and top-p cut."""
+    model = zoo.build("marian", torch.float32)
+    with torch.no_grad():
+        model.model.shared.weight[50:] = model.model.shared.weight[4:50]
+    for options in ({"top_k": 3}, {"top_k": 4, "top_p": 0.7}, {"top_k": 0, "min_p": 0.1}):
+        for seed in range(6):
+            kwargs = zoo.batch(model, 2, 9) | DRAWS | options
+            assert assert_same(model, kwargs, seed).error is None
+    assert calls["search", "native"] > 0
+
+
+def test_calls_one_after_another(variant: str, source: str) -> None:  # noqa: F811
+    """Each call goes on from the state in which the one before it has left the generator."""
+    model = zoo.build("gpt2", torch.float32)
+    kwargs = zoo.batch(model, 2, 9) | DRAWS | {"eos_token_id": ENDS, "temperature": 2.0}
+
+    def drawn() -> list[Tensor]:
+        torch.manual_seed(5)
+        found = [model.generate(**kwargs), torch.randn(3), model.generate(**kwargs)]
+        torch.manual_seed(5)
+        return [*found, model.generate(**kwargs), torch.rand(7), model.generate(**kwargs)]
+
+    with fastgen.disabled():
+        wanted = drawn()
+    assert all(map(torch.equal, drawn(), wanted))
+    assert all(map(torch.equal, drawn(), wanted))
+    assert calls["search", "native"] > 0
+    assert torch.equal(wanted[0], wanted[3])
+    assert not torch.equal(wanted[0], wanted[2])
+
+
+class _Loud(LogitsProcessor):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+class _Odd(StoppingCriteria):
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] > 12)
+
+
+class _Silent(BaseStreamer):
+    def put(self, value: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+SEEN: dict[str, Callable[[], dict[str, Any]]] = {
+    "processor": lambda: {"logits_processor": LogitsProcessorList([_Loud()])},
+    "criterion": lambda: {"stopping_criteria": StoppingCriteriaList([_Odd()])},
+    "streamer": lambda: {"streamer": _Silent()},
+    "time": lambda: {"max_time": 1e6},
+    "other filter": lambda: {"typical_p": 0.8},
+    "filters twice": lambda: {"logits_processor": LogitsProcessorList([TopKLogitsWarper(5)])},
+    "filters in another order": lambda: {
+        "logits_processor": LogitsProcessorList([TopKLogitsWarper(5)]),
+        "temperature": 0.7,
+        "top_k": 0,
+    },
+    "filters that keep more": lambda: {
+        "logits_processor": LogitsProcessorList([TopKLogitsWarper(5, filter_value=-1.0)]),
+        "top_k": 0,
+    },
+    "filters without draws": lambda: {
+        "logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.7)]),
+        "do_sample": False,
+    },
+}
+
+
+@pytest.mark.parametrize("options", SEEN)
+def test_whoever_looks_at_a_step_sees_it(variant: str, options: str) -> None:  # noqa: F811
+    model = zoo.build("gpt2", torch.float32)
+    kwargs = zoo.batch(model, 1 if options == "streamer" else 2, 9) | DRAWS | SEEN[options]()
+    for seed in range(2):
+        assert assert_same(model, kwargs, seed).error is None
+    assert calls["search", "native"] == 0
+
+
+def test_several_samples(variant: str) -> None:  # noqa: F811
+    """Rows of a sentence share its keys and values; they are not drawn in C."""
+    model = zoo.build("gpt2", torch.float32)
+    kwargs = zoo.batch(model, 2, 9) | DRAWS | {"num_return_sequences": 2}
+    for seed in range(2):
+        assert assert_same(model, kwargs, seed).error is None
+    assert calls["search", "native"] <= 2
+
+
+def test_scores_that_are_no_numbers(variant: str, source: str) -> None:  # noqa: F811
+    """Torch raises in the step in which the weights have become invalid, and draws nothing."""
+    model = zoo.build("marian", torch.float32)
+    kwargs = zoo.batch(model, 2, 7) | DRAWS
+    for _ in range(2):
+        model.generate(**kwargs)
+    for bad in (torch.nan, torch.inf):
+        with torch.no_grad():
+            model.final_logits_bias[0, 20] = bad
+        assert isinstance(assert_same(model, kwargs).error, RuntimeError)
+
+
+def test_dropout_in_training(variant: str) -> None:  # noqa: F811
+    """Dropout draws from the generator between the tokens."""
+    model = zoo.build("gpt2", torch.float32).train()
+    for seed in range(2):
+        assert_same(model, zoo.batch(model, 2, 9) | DRAWS, seed)
+    assert calls["search", "native"] == 0
+
+
+def test_without_memory(variant: str, source: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The generator is left as after the steps that were made."""
+    model = zoo.build("gpt2", torch.float32)
+    kwargs = zoo.batch(model, 2, 9, "none") | DRAWS | {"eos_token_id": None}
+    model.generate(**kwargs)
+    own = c.search_rows
+
+    def failing(*given: Any) -> int:
+        own(*given)
+        return c.NO_MEMORY
+
+    torch.manual_seed(1)
+    wanted = model.generate(**kwargs | {"max_new_tokens": 3})
+    state = torch.get_rng_state()
+    monkeypatch.setattr(c, "search_rows", failing)
+    torch.manual_seed(1)
+    with pytest.raises(torch.OutOfMemoryError):
+        model.generate(**kwargs | {"max_new_tokens": 3})
+    assert wanted.shape[1] == 12
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_order_of_warpers() -> None:
+    warper = native_draws.Warper
+    assert native_draws.able([])
+    assert native_draws.able([warper("temperature", 2.0), warper("top-p", 0.5)])
+    assert not native_draws.able([warper("top-p", 0.5), warper("temperature", 2.0)])
+    assert not native_draws.able([warper("top-k", 5), warper("top-k", 3)])
