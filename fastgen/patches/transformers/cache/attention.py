@@ -25,8 +25,27 @@ def get_interface(
     return function if step is None or not is_toolkits(function) else _Resolving(step, function)
 
 
+_KNOWN = frozenset((
+    "scaling", "softcap", "position_bias",
+    # These change nothing: the mask holds what they say of a decode step.
+    "dropout", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+    "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch",
+))  # fmt: skip
+"""Keywords that modules pass to their attention function, and that placeholders allow."""
+
+
+def _is_known(kwargs: dict[str, Any]) -> bool:
+    """Return whether attention with these keywords can be resolved; attention sinks cannot."""
+    return all(value is None or name in _KNOWN for name, value in kwargs.items())
+
+
 class _Resolving:
-    """Attention function of a decode step: resolves placeholders, passes on all other keys."""
+    """Attention function of a decode step: resolves placeholders, passes on all other keys.
+
+    A placeholder that is not resolved does not count as attended, so that the first step of a call
+    is repeated without the shared cache.
+    """
 
     __slots__ = ("function", "step")
 
@@ -44,7 +63,7 @@ class _Resolving:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         layer = layer_of(key)
-        if layer is None:
+        if layer is None or not _is_known(kwargs):
             return self.function(module, query, key, value, attention_mask, *args, **kwargs)
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale

@@ -382,12 +382,7 @@ def _reason_of_family(
     windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
     if windows and _longest(model, input_ids, config, kwargs) > min(windows):
         return "the text may outgrow the sliding window"
-    return (
-        draws(model)
-        or _reason_not_to_redeem(model, kwargs)
-        or verdict(key_of(model, beams, kwargs))
-        or None
-    )
+    return draws(model) or verdict(model, key_of(model, beams, kwargs)) or None
 
 
 def _of_another_kind(cache: Any) -> str | None:

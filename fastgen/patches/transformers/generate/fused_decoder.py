@@ -113,7 +113,7 @@ def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) 
     for name, value in kwargs.items():
         if name in _NOT_FORWARDED:
             continue
-        if value is not None and name not in arguments:
+        if value is not None and value != {} and name not in arguments:
             raise NotFused(f"the model gets {name}")
         # `inputs_embeds` belong to the prompt only.
         if isinstance(value, Tensor) and value.dim() != 2 and name != "inputs_embeds":

@@ -104,4 +104,4 @@ class Call:
         if is_listed(self.model):
             return None
         key = key_of(self.model, plan.beams, self.model_kwargs)
-        return key if verdict(key) is None else None
+        return key if verdict(self.model, key) is None else None

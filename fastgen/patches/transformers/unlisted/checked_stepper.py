@@ -20,12 +20,14 @@ from fastgen.models.build.equivalence_check import (
     rounding_noise,
 )
 from fastgen.models.memory import scratch
+from fastgen.models.state import state_of
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.decide import computes_alone, not_shared
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.unlisted import families
+from fastgen.patches.transformers.unlisted.families import Undecided
 
 CHECKED = 3
 """Decode steps that run both ways. Beams change places between them."""
@@ -160,7 +162,9 @@ class CheckedStepper(SharedStepper):
     def _leave(self, reason: str, error: Exception | None = None) -> None:
         """Continue with transformers' own cache, and record why."""
         assert self.own is not None
-        if reason != UNDECIDED and not (error is not None and scratch.is_out_of_memory(error)):
+        if reason == UNDECIDED:
+            state_of(self.model).of(Undecided).keys.add(self._key)
+        elif error is None or not scratch.is_out_of_memory(error):
             families.record(self._key, reason)
         self.kwargs, self._peak = self.own.kwargs, 0
         self.cache = self.own = self.captured = None

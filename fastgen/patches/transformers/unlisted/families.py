@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from fastgen import config
+from fastgen.models.build.equivalence_check import UNDECIDED
 from fastgen.models.specs.registry import spec_of
-from fastgen.models.state import Kept, process_state
+from fastgen.models.state import Kept, kept_of, process_state
 from fastgen.patches.transformers import compat
 
 DIFFERS = "its first steps over the shared cache differ from the model's own"
@@ -25,6 +26,13 @@ class FamilyVerdicts(Kept):
     """The verdicts on families without a spec: "" where both ways agreed, else the reason."""
 
     verdicts: dict[_Key, str] = field(default_factory=dict[_Key, str])
+
+
+@dataclass(eq=False)
+class Undecided(Kept):
+    """Kept of a model whose logits could not be compared, as they were not finite."""
+
+    keys: set[_Key] = field(default_factory=set[_Key])
 
 
 def configs_of(model: Any) -> tuple[Any, ...]:
@@ -61,7 +69,7 @@ def key_of(model: Any, beams: int, kwargs: dict[str, Any]) -> _Key:
         beams: Rows per sentence M.
         kwargs: Arguments of the model's forward.
     """
-    given = tuple(sorted(n for n, v in kwargs.items() if v is not None and n not in _OF_LOOP))
+    given = tuple(sorted(name for name, value in kwargs.items() if _is_given(name, value)))
     masked = tuple(
         name
         for name in given
@@ -72,13 +80,20 @@ def key_of(model: Any, beams: int, kwargs: dict[str, Any]) -> _Key:
     return kind, model.config.to_json_string(use_diff=False), how, beams > 1, given, masked
 
 
+def _is_given(name: str, value: Any) -> bool:
+    return value is not None and value != {} and name not in _OF_LOOP
+
+
 _OF_LOOP = ("synced_gpus", "streamer")
 
 
-def verdict(key: _Key) -> str | None:
+def verdict(model: Any, key: _Key) -> str | None:
     """Return the verdict on a key, "" if both ways agreed; None if it has not been checked."""
     if config.settings().unknown == "trust":
         return ""
+    undecided = kept_of(model, Undecided)
+    if undecided is not None and key in undecided.keys:
+        return UNDECIDED
     return process_state().of(FamilyVerdicts).verdicts.get(key)
 
 

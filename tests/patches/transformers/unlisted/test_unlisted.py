@@ -188,8 +188,32 @@ def test_logits_that_are_not_finite_are_no_verdict() -> None:
     with torch.no_grad():
         model.lm_head.weight[5] = torch.nan
     kwargs = zoo.batch(model, 2, 7) | {"max_new_tokens": 6}
-    assert assert_same(model, kwargs).error is None
+    for _ in range(2):
+        assert assert_same(model, kwargs).error is None
+        assert not last_call().plan.shared
     assert _verdicts_now() == []
+    assert fastgen.explain(zoo.unproven(), **kwargs).plan.shared
+
+
+def test_attention_sinks_are_not_dropped() -> None:
+    """Keywords that the shared cache does not know keep a family from sharing, whatever they do."""
+    torch.manual_seed(0)
+    config = tf.GptOssConfig(
+        vocab_size=zoo.VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4,
+        num_experts_per_tok=2, initializer_range=0.5, pad_token_id=zoo.PAD, eos_token_id=zoo.EOS,
+        layer_types=["full_attention"] * 2, rope_scaling=None,
+    )  # fmt: skip
+    for sinks in (-40.0, 3.0):  # without effect, and with one
+        model = tf.GptOssForCausalLM(config).float().eval()
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.sinks.fill_(sinks)
+        kwargs = zoo.batch(model, 2, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}
+        assert assert_same(model, kwargs).error is None
+        assert not last_call().plan.shared
+        assert assert_same(model, kwargs | {"num_beams": 1}).error is None
+        assert last_call().plan.shared
 
 
 def test_an_error_of_the_model_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
