@@ -360,6 +360,7 @@ def search(draw: Draw) -> None:
                 "top_k": choose((0, 1, 5, 33, 64, 5000)),
                 "top_p": choose((0.01, 0.5, 0.9, 1.0)),
                 "min_p": choose((None, 0.05, 1.0)),
+                "num_return_sequences": choose((1, 1, 3)),
                 "suppress_tokens": [4, 8],
             },
         )
@@ -370,7 +371,8 @@ def search(draw: Draw) -> None:
         assert_same(model, kwargs | method, tolerance=1e-2)
     model = model.to(choose(native.HALVES))
     for _ in range(2):
-        assert len(model.generate(**kwargs | method)) == sentences
+        found = model.generate(**kwargs | method)
+        assert len(found) == sentences * method.get("num_return_sequences", 1)
 
 
 def fuzz(variant: str, rounds: int, seed: int) -> None:

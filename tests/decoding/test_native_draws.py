@@ -25,6 +25,7 @@ from fastgen.decoding.search import sampling
 from fastgen.ops.counts import calls
 from fastgen.ops.native import noise
 from fastgen.ops.native import search as c
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
 from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
@@ -211,13 +212,45 @@ def test_whoever_looks_at_a_step_sees_it(variant: str, options: str) -> None:  #
     assert calls["search", "native"] == 0
 
 
-def test_several_samples(variant: str) -> None:  # noqa: F811
-    """Rows of a sentence share its keys and values; they are not drawn in C."""
+@pytest.mark.parametrize("options", ["default", "top-p of few", "ends", "all"])
+@pytest.mark.parametrize("family", ["gpt2", "marian", "t5"])
+def test_several_samples(
+    variant: str,  # noqa: F811
+    family: str,
+    options: str,
+    source: str,
+    alone: list[int],
+) -> None:
+    """Rows of a sentence share its keys and values; each sees its own tokens after them."""
+    model = zoo.build(family, torch.float32)
+    for samples in (2, 4):
+        kwargs = zoo.batch(model, 2, 9, "natural") | DRAWS | OPTIONS[options]
+        for seed in range(3):
+            calls.clear(), alone.clear()
+            found = assert_same(model, kwargs | {"num_return_sequences": samples}, seed)
+            assert found.error is None
+            assert calls["search", "native"] > 0
+            call = last_call()
+            assert call is not None
+            if seed:
+                assert len(alone) < max(4, len(call.steps) // 4), "most steps were in a row"
+
+
+def test_keys_and_values_of_several_samples(variant: str, source: str) -> None:  # noqa: F811
     model = zoo.build("gpt2", torch.float32)
-    kwargs = zoo.batch(model, 2, 9) | DRAWS | {"num_return_sequences": 2}
-    for seed in range(2):
-        assert assert_same(model, kwargs, seed).error is None
-    assert calls["search", "native"] <= 2
+    kwargs = zoo.batch(model, 2, 9, "none") | DRAWS | {"num_return_sequences": 3}
+    kwargs |= {"return_dict_in_generate": True, "eos_token_id": ENDS}
+    model.generate(**kwargs)
+    calls.clear(), torch.manual_seed(1)
+    ours = model.generate(**kwargs)
+    torch.manual_seed(1)
+    with fastgen.disabled():
+        stock = model.generate(**kwargs)
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert calls["search", "native"] > 0
+    for mine, theirs in zip(ours[CACHE].layers, stock[CACHE].layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(mine.values, theirs.values, atol=1e-3, rtol=1e-3)
 
 
 def test_scores_that_are_no_numbers(variant: str, source: str) -> None:  # noqa: F811

@@ -18,7 +18,6 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
 
     def __init__(self, search: Sampling, model: native_multistep.MultistepModel) -> None:
         super().__init__(search, model)
-        self._one_row_each = True  # whether each sentence has one row; known from the first step on
         _, warpers = native_draws.split(search.transforms)
         self.draws = native_draws.Draws(warpers) if search.sample else None
 
@@ -47,12 +46,15 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
     def _run(self) -> Tensor | bool | None:
         search, steps, model = self.search, self.steps, self.model
         text, (rows, length) = search.text, search.ids.shape
-        alike = steps.alike(text) if self._one_row_each else 0
+        alike = steps.alike(text)
         prepared = model.begin_steps(alike) if alike else None
         if prepared is None:
             return None
-        self._one_row_each = len(prepared.own) == 1
-        if not self._one_row_each or not steps.covers(rows):
+        beams = len(prepared.own)
+        sentences = rows // beams
+        if not steps.covers(sentences) or (
+            beams > 1 and not native_multistep.covers_sight(prepared, sentences, beams)
+        ):
             return None
         if not (
             in_memory(search.ids, dtype=torch.int64) and in_memory(search.running, dtype=torch.bool)
@@ -61,14 +63,16 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         ids = search.ids.new_empty(rows, length + prepared.steps)
         ids[:, :length] = search.ids
         running, room = search.running.contiguous().clone(), ids.new_empty(rows)
+        sight = native_multistep.sight(prepared) if beams > 1 else None
+        parents = torch.arange(beams, device="cpu", dtype=torch.int64).repeat(sentences)
         leave = fewest_leaving(rows, search.captured) if search.may_drop else 0
-        texts, held = steps.texts(text, ids, rows, prepared, leave)
+        texts, held = steps.texts(text, ids.view(sentences, beams, -1), rows, prepared, leave)
         pad = -1 if search.pad is None else int(search.pad)
 
         def search_rows(threads: int, draws: c.Draws | None = None) -> int:
             return c.search_rows(
-                prepared.by, threads, prepared.decoder, texts, draws, running.data_ptr(),
-                room.data_ptr(), pad,
+                prepared.by, threads, prepared.decoder, texts, draws, sight, running.data_ptr(),
+                parents.data_ptr(), room.data_ptr(), pad,
             )  # fmt: skip
 
         def draw_rows(draws: native_draws.Draws, threads: int) -> int:
@@ -79,7 +83,7 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
             prepared,
             texts,
             search_rows if self.draws is None else partial(draw_rows, self.draws),
-            lambda: False,
+            lambda: sight is not None and sight.open > 0,
         )
         del held
         steps.note(length, outcome.made)

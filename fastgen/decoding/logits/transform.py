@@ -79,9 +79,9 @@ class LogitsTransform:
     | `"dense"` | anything else | `__call__` |
 
     All forms but `"dense"` run inside the k-best kernels, which write no log-probabilities. C
-    applies a token mask if `reads_text` is false or `ngrams` describes it. In searches of one row
-    per text it also applies a sparse update that `update` describes, and the last transforms if
-    they are warpers.
+    applies a token mask if `reads_text` is false or `ngrams` describes it. In greedy
+    search and sampling it also applies a sparse update that `update` describes, and in sampling the
+    last transforms if they are warpers.
 
     Attributes:
         form: What the transform does.

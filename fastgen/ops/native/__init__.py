@@ -47,7 +47,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "step": (_POINTER, _POINTER),
     "search_beams": (*[_POINTER] * 4,),
     "search_first_finished": (*[_POINTER] * 4,),
-    "search_rows": (*[_POINTER] * 6, _INTEGER),
+    "search_rows": (*[_POINTER] * 8, _INTEGER),
     "exponential_noise": (*[_POINTER] * 2, _INTEGER),
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
     "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 5),

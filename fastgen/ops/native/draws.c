@@ -280,10 +280,10 @@ static int64_t draw_listed(const Draws *draws, Twister *twister, const float *no
 
 /* Draws a token of a row. Returns -1 where torch has to. */
 static int64_t draw_row(const Draws *draws, Twister *twister, const float *noise, const Room *room,
-                        const float *logits, const uint32_t *banned, const Texts *texts, int64_t r,
-                        int64_t V) {
+                        const float *logits, const uint32_t *banned, const Texts *texts,
+                        int64_t beams, int64_t r, int64_t V) {
   float *scores = memcpy(room->scores, logits, 4 * V);
-  if (!all_finite(scores, V) || !update_row(scores, room->seen, texts, r, V)) return -1;
+  if (!all_finite(scores, V) || !update_row(scores, room->seen, texts, beams, r, V)) return -1;
   if (banned) ban_tokens(scores, banned, V);
   if (draws->temperature != 1.0) divide(scores, V, (float)draws->temperature);
   const float top = highest_in(scores, V);
@@ -300,7 +300,7 @@ static int64_t draw_row(const Draws *draws, Twister *twister, const float *noise
  * logit is NaN or infinite, a token of a text has no logit, or rounding decides. The twister is
  * then as it was. */
 int draw_rows(const Draws *draws, Twister *twister, int64_t *tokens, const float *logits,
-              const uint32_t *banned, const Texts *texts, void *held, int64_t rows,
+              const uint32_t *banned, const Texts *texts, void *held, int64_t rows, int64_t beams,
               int64_t vocabulary) {
   const int64_t V = vocabulary;
   const Room room = room_in(held, V);
@@ -308,7 +308,7 @@ int draw_rows(const Draws *draws, Twister *twister, int64_t *tokens, const float
   for (int64_t r = 0; r < rows; r++) {
     const float *noise = draws->noise ? draws->noise + (texts->made * rows + r) * V : NULL;
     tokens[r] = draw_row(draws, twister, noise, &room, logits + r * V,
-                         banned ? banned + r * ((V + 31) / 32) : NULL, texts, r, V);
+                         banned ? banned + r * ((V + 31) / 32) : NULL, texts, beams, r, V);
     if (tokens[r] < 0) {
       *twister = before;
       return 0;

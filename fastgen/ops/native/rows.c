@@ -1,6 +1,7 @@
 /* Selection of the next token of each row: the first of those with the highest score.
  *
- * Source: decoding/search/sampling.py, decoding/logits/repetition_penalty.py and sequence_bias.py. */
+ * Source: decoding/search/sampling.py, decoding/logits/repetition_penalty.py and
+ * sequence_bias.py. */
 
 #include "rows.h"
 
@@ -36,8 +37,9 @@ static int add_offsets(float *scores, const Update *of, int64_t V) {
 }
 
 /* Applies all updates to the scores of row r. Returns 0 if a token has no score. */
-int update_row(float *scores, uint32_t *seen, const Texts *texts, int64_t r, int64_t vocabulary) {
-  const int64_t V = vocabulary, *ids = texts->ids + r * texts->ids_b;
+int update_row(float *scores, uint32_t *seen, const Texts *texts, int64_t beams, int64_t r,
+               int64_t vocabulary) {
+  const int64_t V = vocabulary, *ids = text_of(texts, beams, r);
   for (int64_t i = 0; i < texts->update_count; i++) {
     const Update *of = &texts->updates[i];
     if (of->penalty == 0.0) {
@@ -82,7 +84,7 @@ typedef struct {
   const float *logits;
   const uint32_t *banned;
   const Texts *texts;
-  int64_t *tokens, rows, vocabulary, next, threads;
+  int64_t *tokens, rows, beams, vocabulary, next, threads;
   char *held;
 } Highest;
 
@@ -95,7 +97,7 @@ static void find(void *given) {
     int updated = 1;
     if (held) {
       scores = memcpy(held, scores, 4 * V);
-      updated = update_row(held, (uint32_t *)(held + V), job->texts, r, V);
+      updated = update_row(held, (uint32_t *)(held + V), job->texts, job->beams, r, V);
     }
     const uint32_t *banned = job->banned ? job->banned + r * words_of(V) : NULL;
     job->tokens[r] = updated ? highest_of(scores, V, banned) : -1;
@@ -110,9 +112,9 @@ static void find(void *given) {
  * logit. */
 int find_highest(parallel run, unsigned threads, int64_t *tokens, const float *logits,
                  const uint32_t *banned, const Texts *texts, void *held, int64_t rows,
-                 int64_t vocabulary) {
+                 int64_t beams, int64_t vocabulary) {
   Highest job = {.logits = logits, .banned = banned, .texts = texts, .tokens = tokens,
-                 .rows = rows, .vocabulary = vocabulary, .held = held};
+                 .rows = rows, .beams = beams, .vocabulary = vocabulary, .held = held};
   in_parallel(run, threads, find, &job);
   for (int64_t r = 0; r < rows; r++)
     if (tokens[r] < 0) return 0;

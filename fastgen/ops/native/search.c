@@ -56,8 +56,7 @@ static int read_tokens(const Decoder *model, const Texts *texts, int64_t beams) 
   const int between = model->norm_tokens && model->embedded.kind != UNNORMED;
   float *sum = step->norm_first ? step->stream : step->x;
   for (int64_t r = 0; r < R; r++) {
-    const int64_t row = r / beams * texts->ids_b + r % beams * texts->ids_m;
-    const int64_t *id = texts->ids + row + texts->length - 1;
+    const int64_t *id = text_of(texts, beams, r) + texts->length - 1;
     const void *position = NULL, *other = NULL;
     if (model->positions) {
       const int64_t at = model->position[r];
@@ -195,15 +194,14 @@ static void list_tables(Table *tables, const Texts *texts, const Beams *job, con
 
 /* Moves the mask of each beam's slots to the beams that continue it, and opens the slots of the
  * newest tokens if there is room. */
-static int descend(parallel run, const Decoder *model, Sight *of, const Room *room, int64_t B,
-                   int64_t M) {
+static int descend(parallel run, const Decoder *model, Sight *of, const int64_t *parents,
+                   int64_t B, int64_t M) {
   Table seen = table_of(of->mask, 4, of->mask_b, of->mask_m, of->prefix, of->filled);
   of->open = of->filled + M <= of->room ? M : 0;
   seen.newest = (const char *)of->own, seen.newest_size = 4, seen.newest_m = M;
   seen.columns = of->open;
   const int64_t bytes = 4 * M * (of->filled + M);
-  return move_rows(run, threads_for(model, B * bytes / 4), &seen, room->parents, NULL, 1, B, M, M,
-                   bytes);
+  return move_rows(run, threads_for(model, B * bytes / 4), &seen, parents, NULL, 1, B, M, M, bytes);
 }
 
 /* Chooses by the logits. Texts, scores and finished hypotheses are all updated, or none of them. */
@@ -252,7 +250,7 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
   int64_t leaving = 0;
   for (int64_t b = 0; b < B; b++)
     leaving += room->flags[2 * B + b] && (!room->flags[B + b] || job->stops_early);
-  if (!descend(run, model, &job->sight, room, B, M)) return NO_MEMORY;
+  if (!descend(run, model, &job->sight, room->parents, B, M)) return NO_MEMORY;
   if (room->flags[3 * B] || leaving == B) return OVER;
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
 }
@@ -353,7 +351,7 @@ static int choose_first_finished(parallel run, const Decoder *model, Texts *text
                  job->origins ? 3 : 2, B, M, M, bytes))
     return NO_MEMORY;
   texts->length++, texts->made++;
-  if (!descend(run, model, &job->sight, room, B, M)) return NO_MEMORY;
+  if (!descend(run, model, &job->sight, room->parents, B, M)) return NO_MEMORY;
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
 }
 
@@ -378,12 +376,15 @@ int search_first_finished(parallel run, unsigned threads, barrier wait, Decoder 
 
 /* Runs steps of a greedy search, or of sampling. Returns why it stopped.
  *
- * draws: how tokens are drawn, or NULL for the most probable ones. running: (R,), texts that have
- * not ended; the others continue with `pad`, or with their own tokens if that is negative. tokens:
- * scratch for (R,). */
+ * draws: how tokens are drawn, or NULL for the most probable ones. sight: of the rows of a
+ * sentence, or NULL where each has one row. running: (R,), texts that have not ended; the others
+ * continue with `pad`, or with their own tokens if that is negative. parents: (R,), the row that
+ * each continues, of its sentence's rows: itself. tokens: scratch for (R,). */
 int search_rows(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
-                const Draws *draws, uint8_t *running, int64_t *tokens, int64_t pad) {
-  const int64_t R = model->step->rows, V = model->head.outputs;
+                const Draws *draws, Sight *sight, uint8_t *running, const int64_t *parents,
+                int64_t *tokens, int64_t pad) {
+  const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
+  const int64_t R = B * M, V = model->head.outputs;
   const int64_t size = draws ? draw_size(V) : texts->update_count ? threads * row_size(V) : 0;
   const int twists = draws && !draws->noise;
   Twister twister = {.next = 0};
@@ -393,24 +394,27 @@ int search_rows(parallel run, unsigned threads, barrier wait, Decoder *model, Te
   if (twists) read_generator(&twister, draws->generator);
   model->threads = threads;
   while (found == GOES_ON && may_go_on(model, texts)) {
-    found = make_logits(run, wait, model, texts, 1);
+    found = make_logits(run, wait, model, texts, M);
     if (found != GOES_ON) break;
-    const uint32_t *banned = ban(run, model, texts, 1);
-    if (draws ? !draw_rows(draws, &twister, tokens, model->logits, banned, texts, held, R, V)
+    if (sight) sight->filled += M, sight->open = 0; /* this step has filled the open slots */
+    const uint32_t *banned = ban(run, model, texts, M);
+    if (draws ? !draw_rows(draws, &twister, tokens, model->logits, banned, texts, held, R, M, V)
               : !find_highest(run, threads_for(model, R * V), tokens, model->logits, banned, texts,
-                              held, R, V)) {
+                              held, R, M, V)) {
       found = UNDECIDED;
       break;
     }
     int64_t ended = 0;
     for (int64_t r = 0; r < R; r++) {
       const int64_t token = running[r] || pad < 0 ? tokens[r] : pad;
-      texts->ids[r * texts->ids_b + texts->length] = token;
+      text_of(texts, M, r)[texts->length] = token;
       running[r] = running[r] && !ends(texts, token);
       ended += !running[r];
     }
     texts->length++, texts->made++;
-    if (ended == R)
+    if (sight && !descend(run, model, sight, parents, B, M))
+      found = NO_MEMORY;
+    else if (ended == R)
       found = OVER;
     else if (texts->leave && ended >= texts->leave)
       found = LEAVING;

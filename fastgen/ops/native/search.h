@@ -54,7 +54,7 @@ typedef struct {
   int64_t ids_b, ids_m, length, prompt, ends_at; /* ends_at: the length at which all texts end */
   const int64_t *ends;              /* tokens that end a text */
   const NGrams *ngrams;
-  const Update *updates;            /* in this order, where each text is one row */
+  const Update *updates;            /* in this order; not in beam search */
   int64_t end_count, ngram_count, update_count;
   const uint32_t *banned;           /* a set of tokens, one bit each, or NULL */
   uint32_t *sets;                   /* (R, words of a set), scratch, if any tokens are banned */

@@ -85,7 +85,7 @@ class Texts(ctypes.Structure):
         ends_at: the length at which all texts end.
         ends: (end_count,) int64, the tokens that end a text.
         ngrams: (ngram_count,) `NGrams`.
-        updates: (update_count,) `Update`, applied in this order; only where M is 1.
+        updates: (update_count,) `Update`, applied in this order; not in beam search.
         banned: a token mask of one row, banned for all texts; or NULL.
         sets: (R, W) token masks, scratch memory if any token is banned.
         leave: the number of finished sentences at which C returns, so that they leave; 0 for never.
@@ -221,21 +221,24 @@ def search_first_finished(
 
 
 def search_rows(
-    by: Library, threads: int, decoder: Decoder, texts: Texts, draws: Draws | None, running: int,
-    room: int, pad: int,
+    by: Library, threads: int, decoder: Decoder, texts: Texts, draws: Draws | None,
+    sight: Sight | None, running: int, parents: int, room: int, pad: int,
 ) -> int:  # fmt: skip
     """Run decode steps of a greedy search, or of sampling.
 
     Args:
         draws: how tokens are drawn; None for the most probable ones.
+        sight: the mask of the KV slots of each row; None if each sentence has one row.
         running: address of (R,) bool, the texts that have not ended.
+        parents: address of (R,) int64, each row's index among the rows of its sentence.
         room: address of (R,) int64, scratch memory.
         pad: the token that ended texts continue with; negative for their own tokens.
 
     Returns:
         Why the steps stopped, as `search_beams`.
     """
+    of_draws, of_sight = (None if x is None else ctypes.byref(x) for x in (draws, sight))
     return by.search_rows(
-        by.run, threads, by.wait, ctypes.byref(decoder), ctypes.byref(texts),
-        None if draws is None else ctypes.byref(draws), running, room, pad,
+        by.run, threads, by.wait, ctypes.byref(decoder), ctypes.byref(texts), of_draws, of_sight,
+        running, parents, room, pad,
     )  # fmt: skip
