@@ -144,6 +144,11 @@ UPDATES: dict[str, dict[str, Any]] = {
     "penalty": {"repetition_penalty": 1.3},
     "reward": {"repetition_penalty": 0.8, "no_repeat_ngram_size": 3},
     "biases": {"sequence_bias": [[[t], 40.0 - t] for t in range(4, 60)]},
+    # A penalty of biased scores differs from a bias of penalised ones.
+    "bias, then penalty": {
+        "sequence_bias": [[[t], 30.0] for t in range(zoo.VOCABULARY)],
+        "repetition_penalty": 1.5,
+    },
     "all": {
         "sequence_bias": [[[5], 25.5], [[7], -30.0]],
         "repetition_penalty": 1.7,
