@@ -289,6 +289,28 @@ SHAPES = {
         _tiny(**_bart_like(2, 32, 4, 64), pad_token_id=60, decoder_start_token_id=60),
         Weights(gain=2.0, embedding=0.1, mixing=0.1),
     ),
+    "qwen2": Shape(  # Qwen2-0.5B
+        "Qwen2Config",
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151_936,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
+        _tiny(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+        ),
+        Weights(gain=2.5, embedding=0.1),
+    ),
     "small": Shape(  # the trained model of examples/en-es, with positions for a source of 512
         "MarianConfig",
         {
@@ -323,6 +345,11 @@ FAIRSEQ_SHAPES = {
     ),
     "bart": FairseqShape("bart_large", {}, 50_260, Weights(gain=2.0, embedding=0.1, mixing=0.03)),
 }
+
+_CHAT: dict[str, Any] = {
+    "shape": SHAPES["qwen2"], "batch": 1, "source": 128, "beams": 1, "new_tokens": 64, "rounds": 5,
+}  # fmt: skip
+"""A prompt and its answer, shared by the cases of a chat model."""
 
 _STREAM: dict[str, Any] = {
     "shape": SHAPES["marian_base"], "batch": 32, "source": 32, "beams": 1, "new_tokens": 128,
@@ -609,6 +636,36 @@ CASES = {
             new_tokens=64,
             target=0.98,
             peer_target=1.0,
+        ),
+        Case(
+            "qwen2",
+            "generate",
+            "Qwen2-0.5B, greedy, one prompt of 128 tokens",
+            **_CHAT,
+            target=1.4,
+        ),
+        Case(
+            "qwen2_sampled",
+            "generate",
+            "the same, sampled",
+            **_CHAT,
+            options={"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9},
+            target=1.4,
+        ),
+        Case(
+            "qwen2_batch",
+            "generate",
+            "the same, greedy, 4 prompts",
+            **_CHAT | {"batch": 4},
+            target=1.0,
+        ),
+        Case("qwen2_beams", "generate", "the same, 4 beams", **_CHAT | {"beams": 4}, target=1.4),
+        Case(
+            "qwen2_long",
+            "generate",
+            "the same, greedy, one prompt of 1,024 tokens, 16 new tokens",
+            **_CHAT | {"source": 1024, "new_tokens": 16},
+            target=1.0,
         ),
         Case(
             "kv_memory",

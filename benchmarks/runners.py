@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]
         Speed; without `how` also peak memory, and how varied the output is.
     """
     inputs, options = case.inputs(model), case.generate_options
+    if options["do_sample"]:
+        _seed_calls(model)
     result = compared(
         model,
         inputs,
@@ -64,6 +66,17 @@ def pair(case: Case, model: Any, session: Session, **how: Any) -> dict[str, Any]
         }
         result["distinct_tokens"] = distinct_tokens(stock()[:, -case.new_tokens :])
     return result
+
+
+def _seed_calls(model: Any) -> None:
+    """Make every call of a model's `generate` draw the same random numbers."""
+    kind = cast(Any, type(model))
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        return kind.generate(model, *args, **kwargs)
+
+    model.generate = generate
 
 
 def run_best_batch(case: Case, session: Session) -> dict[str, Any]:

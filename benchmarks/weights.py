@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 QUERY_AND_KEY_GAIN = 1.5
-FEED_FORWARD_OUTPUTS = ("fc2", "DenseReluDense.wo", "mlp.c_proj")
+FEED_FORWARD_OUTPUTS = ("fc2", "DenseReluDense.wo", "mlp.c_proj", "mlp.down_proj")
 ATTENTION_OUTPUTS = (
     "self_attn.out_proj",
     "encoder_attn.out_proj",
@@ -64,7 +64,7 @@ class Weights:
         with torch.no_grad():
             for name, module in model.named_modules():
                 leaf = name.rsplit(".", 1)[-1]
-                if leaf in ("final_layer_norm", "ln_f") and module in in_decoder:
+                if leaf in ("final_layer_norm", "ln_f", "norm") and module in in_decoder:
                     last_norm = module
                 if (
                     not isinstance(module, nn.Linear | nn.Embedding | Conv1D)

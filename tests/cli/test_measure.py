@@ -15,6 +15,8 @@ import transformers
 import fastgen
 from benchmarks import kv, launches, ops, peer_ctranslate2, plot, run
 from benchmarks.cases import CASES, EXAMPLE
+from benchmarks.runners import run_generate
+from benchmarks.session import Session
 from fastgen import config
 from fastgen.cli.bench import measure
 from fastgen.cli.bench.agreement import Agreement, margins
@@ -196,6 +198,14 @@ def test_the_replay_finds_the_toolkits_own_hypotheses(bart, changes):
         if beam:
             margin = closest_decision(run, sentence * case.beams, case.beams, tokens, ends)
             assert 0 <= margin <= scores[sentence][0] - scores[sentence][beam]
+
+
+def test_every_call_of_a_sampled_case_draws_the_same():
+    case, lines = CASES["qwen2_sampled"].tiny(), []
+    session = Session(rounds=2, say=lines.append)
+    result = run_generate(case, session)
+    assert result["equal"], lines
+    assert result["distinct_tokens"]
 
 
 def test_a_wrong_sequence_is_no_near_tie(bart):
