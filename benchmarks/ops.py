@@ -401,14 +401,17 @@ def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
     from fastgen.decoding.search.beam_search import BeamSearch
     from fastgen.decoding.search.finishing_rules import TransformersRule
     from fastgen.decoding.search.stopping import Stop
-    from fastgen.ops.selection.choice import Candidates, State
+    from fastgen.ops.selection.choice import Candidates, State, Step, choose_
 
     rule = TransformersRule(m, 64, 1, 1, 1.0, early_stopping=False)
     prompt = torch.zeros(b, 1, dtype=torch.int64, device=rig.device)
     search, count = BeamSearch(prompt, rule, Stop(), [], 0), torch.full((1,), 5, device=rig.device)
-    beam = torch.arange(2 * m, device=rig.device).expand(b, -1)
     values = torch.randn(b, 2 * m, device=rig.device).sort(descending=True).values
-    candidates = Candidates(values, beam % m, beam.contiguous(), values < -1.5)
+    place, hits, end = torch.arange(2 * m, device=rig.device), values < -1.5, 2 * m
+    beam, token = (place % m).repeat(b, 1), torch.where(hits, end, place)
+    candidates = Candidates(values, beam, token, hits)
+    ends = torch.tensor([end], device=rig.device)
+    indices = beam * (end + 1) + token
     state = State(
         *(each.clone() for each in (search.scores, search.finished.scores, search.finished.done)),
         search.improvable.clone(),
@@ -416,13 +419,15 @@ def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
     )
 
     def stock() -> tuple[Tensor, Tensor]:
-        found = search.by_rules(candidates, count)
-        return found.parents, found.tokens
+        chosen = search.by_rules(candidates, count)
+        return chosen.parents, chosen.tokens
 
     def ours() -> tuple[Tensor, Tensor]:
-        found = rule.in_place(candidates, state, count)
-        assert found is not None
-        return found.parents, found.tokens
+        rules = rule.for_kernels(state, search.sentences, count)
+        assert rules is not None
+        step = Step(ends, False, search.sentences, state, rules, count)
+        chosen = choose_(values, indices, end + 1, step)
+        return chosen.parents, chosen.tokens
 
     return stock, ours
 

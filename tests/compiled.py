@@ -44,8 +44,16 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from benchmarks.ops import Rig, rows  # noqa: E402
-from fastgen.ops import beam_attention, cache, dispatch, rotation, tables  # noqa: E402
-from fastgen.ops.selection import choice, token_mask  # noqa: E402
+from fastgen.ops import (  # noqa: E402
+    beam_attention,
+    cache,
+    dispatch,
+    embedding,
+    norm,
+    rotation,
+    tables,
+)
+from fastgen.ops.selection import choice, ngram_block, token_mask  # noqa: E402
 from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate, best_of_log_probs, kbest  # noqa: E402
 
 
@@ -144,6 +152,12 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         )
         yield partial(best_of_log_probs, logits.float(), scores, k)
         yield partial(token_mask.add_tokens_, banned, tokens, v)
+        yield partial(ngram_block.ngram_mask, tokens, 3, v, length=tokens[0, :1])
+    for at in (3, torch.tensor([3])):
+        table, of = torch.zeros(99, 1024, dtype=dtype), norm.NormParameters(None, None, 1e-5)
+        of = of._replace(weight=table[0], bias=table[0])
+        places = embedding.Positions(table, 2, at, 1)
+        yield partial(embedding.normed_embedding, torch.zeros(4).long(), table, 2.0, places, of)
     keys, new = torch.zeros(4, 16, 600, 64, dtype=dtype), torch.zeros(16, 16, 1, 64, dtype=dtype)
     for start in (5, torch.tensor([5])):
         yield partial(cache.write_slots_, keys, keys.clone(), new, new, start)
@@ -162,14 +176,21 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
         yield partial(cache.reorder_rows_, rows_of, parents)
         yield partial(tables.extend_rows_, [table, table], parents, steps)
         yield partial(tables.finish_rows_, finished, [candidates], parents, of_candidates, steps)
+        ended = [tables.Finished(finished[0], candidates.newest)]
+        yield partial(
+            tables.finish_and_extend_, [table, table], parents, ended, parents, of_candidates, steps
+        )
 
     for beams, (last, early) in itertools.product((1, 4, 16, 100), ((False, True), (True, False))):
         row, one = torch.zeros(2, beams), torch.zeros(1).long()
         values, indices = torch.zeros(2, 2 * beams), torch.zeros(2, 2 * beams).long()
-        candidates = choice.Candidates(values, indices, indices, indices.bool())
         state = choice.State(row, row, row.bool(), row[:, 0].bool(), one.bool())
         rules = choice.Rules(-1.0e9, early, values[0], int(last))
-        yield partial(choice.choose_, candidates, state, rules, one)
+        step = choice.Step(one, bool(last), indices[:, 0], state, rules, one)
+        yield partial(choice.choose_, values, indices, 99, step)
+        for v, banned in ((50_264, torch.zeros(2 * beams, 1_571, dtype=torch.int32)), (300, None)):
+            logits, updates = torch.zeros(2, beams, v, dtype=dtype), LogitsUpdates(banned=banned)
+            yield partial(choice.kbest_and_choose_, logits, 2 * beams, updates, step)
         slots = choice.Slots(row.bool(), indices[:, 0], row.long())
         yield partial(choice.choose_first_, values, indices, indices, slots, 2, one, last)
 

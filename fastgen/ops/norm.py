@@ -7,6 +7,8 @@ Sources: Wang et al. 2021 (LightSeq), section 2.1 (fused layer normalisation); Z
 2019 (RMSNorm).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,16 @@ CHUNK = 2**21
 
 WIDEST = 16 * 1024
 """Longest row that a program of the kernel holds."""
+
+
+class NormParameters(NamedTuple):
+    """The parameters of `ops.norm.norm`."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    rms: bool = False
+    offset: float = 0.0
 
 
 def norm_reference(
@@ -167,6 +179,19 @@ def _norm_kernel(
         total = (total + other).to(dtype).to(tl.float32)
     if ADDED or RESIDUAL:
         tl.store(total_ptr + row + dim, total.to(dtype), mask=inside)
+    store_normalised(
+        normalised_ptr + row, total, weight_ptr, bias_ptr, dim, inside, dims, eps, offset, WEIGHT,
+        BIAS, RMS, OFFSET,
+    )  # fmt: skip
+
+
+@jit()
+def store_normalised(
+    normalised_ptr, total, weight_ptr, bias_ptr, dim, inside, dims, eps, offset, WEIGHT: constexpr,
+    BIAS: constexpr, RMS: constexpr, OFFSET: constexpr,
+):  # fmt: skip
+    """Normalise, scale and shift a row in fp32, 0 beyond its end, and store it."""
+    dtype = normalised_ptr.dtype.element_ty
     if not RMS:
         total = tl.where(inside, total - tl.sum(total, 0) / dims, 0.0)
     result = total * tl.rsqrt(tl.sum(total * total, 0) / dims + eps)
@@ -176,4 +201,4 @@ def _norm_kernel(
         result *= tl.load(weight_ptr + dim, mask=inside, other=0.0).to(tl.float32) + offset
     if BIAS:
         result += tl.load(bias_ptr + dim, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normalised_ptr + row + dim, result.to(dtype), mask=inside)
+    tl.store(normalised_ptr + dim, result.to(dtype), mask=inside)

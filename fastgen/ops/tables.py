@@ -26,6 +26,7 @@ from fastgen.ops.dispatch import (
     launch,
     power_of_two,
     tl,
+    use_triton,
 )
 
 
@@ -43,6 +44,18 @@ class Table(NamedTuple):
     rows: Tensor
     newest: Tensor
     prefix: int = 0
+
+
+class Finished(NamedTuple):
+    """The finished rows of a table.
+
+    Attributes:
+        rows: (B, M, N), as the table's rows, with the same prefix.
+        newest: (B, K, 1), the next column of each candidate. Any strides; cast to the rows' dtype.
+    """
+
+    rows: Tensor
+    newest: Tensor
 
 
 def extend_rows_reference(table: Table, parents: Tensor, steps: int | Tensor) -> Tensor:
@@ -70,13 +83,7 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
     Raises:
         ValueError: the shapes do not fit; the message holds them.
     """
-    for table in tables:
-        _check(table, steps)
-        if parents.shape != table.rows.shape[:2] or table.newest.shape[:2] != parents.shape:
-            raise ValueError(
-                f"parents {tuple(parents.shape)} (B, M) and newest {tuple(table.newest.shape)} "
-                f"(B, M, C) do not fit rows {tuple(table.rows.shape)} (B, M, N)"
-            )
+    _check_extended(tables, parents, steps)
     able_in_c = lambda: _able_in_c(tables, steps, parents)  # noqa: E731
     backend = chosen("tables", lambda: _able(tables), able_in_c, parents, *_tensors(tables, steps))
     if in_c(backend) and native.move_rows(backend, tables, (), parents, None, cast(int, steps)):
@@ -92,13 +99,7 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
         for table in tables:
             _extend(table, parents, steps)
         return
-    b, m = parents.shape
-    block, blocks = _blocks(tables, 2 * m)
-    launch(
-        _extend_rows_kernel, (b, blocks, len(tables)), parents, parents.stride(), steps, m,
-        *_columns(tables), COUNTED=isinstance(steps, Tensor), TABLES=len(tables),
-        BEAMS=power_of_two(m), BLOCK=block,
-    )  # fmt: skip
+    _launch(tables, parents, (), parents, parents, steps)
 
 
 def finish_rows_reference(
@@ -134,15 +135,7 @@ def finish_rows_(
     Raises:
         ValueError: the shapes do not fit; the message holds them.
     """
-    for rows, table in zip(finished, tables, strict=True):
-        _check(table, steps)
-        shapes = rows.shape == table.rows.shape and order.shape == rows.shape[:2]
-        if not shapes or rows.dtype != table.rows.dtype or table.newest.shape != (*beams.shape, 1):
-            raise ValueError(
-                f"finished {tuple(rows.shape)} {rows.dtype}, order {tuple(order.shape)} (B, M), "
-                f"beams {tuple(beams.shape)} (B, K), newest {tuple(table.newest.shape)} (B, K, 1) "
-                f"do not fit rows {tuple(table.rows.shape)} {table.rows.dtype} (B, M, N)"
-            )
+    _check_finished(finished, tables, order, beams, steps)
     able = lambda: _able(tables) and all(rows.stride(2) == 1 for rows in finished)  # noqa: E731
     able_in_c = lambda: (  # noqa: E731
         _able_in_c(tables, steps, order, beams) and in_memory(*finished) and able()
@@ -156,13 +149,71 @@ def finish_rows_(
         for rows, table in zip(finished, tables, strict=True):
             _finish(rows, table, order, beams, steps)
         return
-    b, m = order.shape
-    block, blocks = _blocks(tables, 2 * m)
-    launch(
-        _finish_rows_kernel, (b, blocks, len(tables)), order, order.stride(), beams, beams.stride(),
-        steps, m, tuple(finished), tuple(rows.stride() for rows in finished), *_columns(tables),
-        COUNTED=isinstance(steps, Tensor), TABLES=len(tables), BEAMS=power_of_two(m), BLOCK=block,
-    )  # fmt: skip
+    ended = [Finished(rows, table.newest) for rows, table in zip(finished, tables, strict=True)]
+    _launch(tables, None, ended, order, beams, steps)
+
+
+def finish_and_extend_(
+    tables: Sequence[Table],
+    parents: Tensor,
+    finished: Sequence[Finished],
+    order: Tensor,
+    beams: Tensor,
+    steps: int | Tensor,
+) -> None:
+    """Select the finished rows of several tables, then extend the tables, in one launch.
+
+    Args:
+        tables: as in `extend_rows_`, like `parents`.
+        finished: the finished rows of the first tables.
+        order: as in `finish_rows_reference`, like `beams`.
+        steps: as in `extend_rows_reference`.
+
+    Raises:
+        ValueError: the shapes do not fit; the message holds them.
+    """
+    ending = [
+        table._replace(newest=of.newest)
+        for table, of in zip(tables[: len(finished)], finished, strict=True)
+    ]
+    rows = [of.rows for of in finished]
+    able = lambda: _able(tables) and all(each.stride(2) == 1 for each in rows)  # noqa: E731
+    others = parents, beams, *rows, *_tensors(ending, steps), *_tensors(tables, steps)
+    if not use_triton("tables", able, order, *others):
+        finish_rows_(rows, ending, order, beams, steps)
+        extend_rows_(tables, parents, steps)
+        return
+    _check_finished(rows, ending, order, beams, steps)
+    _check_extended(tables, parents, steps)
+    _launch(tables, parents, finished, order, beams, steps)
+
+
+def _check_extended(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) -> None:
+    for table in tables:
+        _check(table, steps)
+        if parents.shape != table.rows.shape[:2] or table.newest.shape[:2] != parents.shape:
+            raise ValueError(
+                f"parents {tuple(parents.shape)} (B, M) and newest {tuple(table.newest.shape)} "
+                f"(B, M, C) do not fit rows {tuple(table.rows.shape)} (B, M, N)"
+            )
+
+
+def _check_finished(
+    finished: Sequence[Tensor],
+    tables: Sequence[Table],
+    order: Tensor,
+    beams: Tensor,
+    steps: int | Tensor,
+) -> None:
+    for rows, table in zip(finished, tables, strict=True):
+        _check(table, steps)
+        shapes = rows.shape == table.rows.shape and order.shape == rows.shape[:2]
+        if not shapes or rows.dtype != table.rows.dtype or table.newest.shape != (*beams.shape, 1):
+            raise ValueError(
+                f"finished {tuple(rows.shape)} {rows.dtype}, order {tuple(order.shape)} (B, M), "
+                f"beams {tuple(beams.shape)} (B, K), newest {tuple(table.newest.shape)} (B, K, 1) "
+                f"do not fit rows {tuple(table.rows.shape)} {table.rows.dtype} (B, M, N)"
+            )
 
 
 def _check(table: Table, steps: int | Tensor) -> None:
@@ -207,15 +258,37 @@ def _tensors(tables: Sequence[Table], steps: int | Tensor) -> list[Tensor | None
     ]
 
 
-def _columns(tables: Sequence[Table]) -> tuple[tuple[object, ...], ...]:
-    """Return rows, strides, newest, their strides, C and prefix of each table, for the kernels."""
+def _launch(
+    tables: Sequence[Table],
+    parents: Tensor | None,
+    finished: Sequence[Finished],
+    order: Tensor,
+    beams: Tensor,
+    steps: int | Tensor,
+) -> None:
+    """Run the kernel; it extends the tables unless `parents` is None."""
+    b, m = order.shape
+    extended = parents is not None
+    block, blocks = _blocks(tables, (2 * m if extended else 0) + (2 * m if finished else 0))
+    indices = order if parents is None else parents, order, beams
+    # The kernel has no use for these, but its tuples may not be empty.
+    ended = finished or [Finished(tables[0].rows, tables[0].newest)]
+    launch(
+        _move_rows_kernel, (b, blocks, len(tables)), *indices,
+        tuple(each.stride() for each in indices), steps, m, *_columns(tables), *_columns(ended),
+        tuple(table.newest.shape[2] for table in tables), tuple(table.prefix for table in tables),
+        COUNTED=isinstance(steps, Tensor), TABLES=len(tables), EXTENDED=extended,
+        FINISHED=len(finished), BEAMS=power_of_two(m), BLOCK=block,
+    )  # fmt: skip
+
+
+def _columns(tables: Sequence[Table] | Sequence[Finished]) -> tuple[tuple[object, ...], ...]:
+    """Return rows, their strides, newest and their strides, as the kernel takes them."""
     return (
         tuple(table.rows for table in tables),
         tuple(table.rows.stride() for table in tables),
         tuple(table.newest for table in tables),
         tuple(table.newest.stride() for table in tables),
-        tuple(table.newest.shape[2] for table in tables),
-        tuple(table.prefix for table in tables),
     )
 
 
@@ -276,60 +349,23 @@ def _finish(
     kept.copy_(reorder_rows_reference(torch.cat([kept, candidates], 1), order))
 
 
-@jit("steps", "beams", "parents_strides", "strides", "newest_strides", "prefixes")
-def _extend_rows_kernel(
-    parents_ptr, parents_strides, steps, beams, rows, strides, newest, newest_strides, counts,
-    prefixes, COUNTED: constexpr, TABLES: constexpr, BEAMS: constexpr, BLOCK: constexpr,
-):  # fmt: skip
-    """Update a block of columns of one sentence in one of the tables.
-
-    It reads every row before it writes one.
-    """
-    sentence, beam = tl.program_id(0).to(tl.int64), tl.arange(0, BEAMS)
-    if COUNTED:
-        steps = tl.load(steps)
-    is_beam = beam < beams
-    parents_ptr += sentence * parents_strides[0]
-    parents = tl.load(parents_ptr + beam * parents_strides[1], mask=is_beam, other=0)
-    for i in tl.static_range(TABLES):
-        if tl.program_id(2) == i:
-            table = rows[i] + sentence * strides[i][0]
-            filled = prefixes[i] + steps * counts[i]
-            column = prefixes[i] + tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            old = is_beam[:, None] & (column < filled)[None, :]
-            new = (
-                is_beam[:, None]
-                & (column >= filled)[None, :]
-                & (column < filled + counts[i])[None, :]
-            )
-            new_offset = (beam * newest_strides[i][1])[:, None] + (
-                (column - filled) * newest_strides[i][2]
-            )[None, :]
-            added = tl.load(newest[i] + sentence * newest_strides[i][0] + new_offset, mask=new)
-            moved = tl.load(table + (parents * strides[i][1])[:, None] + column[None, :], mask=old)
-            tl.debug_barrier()  # several threads may hold the rows of one column
-            values = tl.where(new, added.to(moved.dtype), moved)
-            tl.store(
-                table + (beam * strides[i][1])[:, None] + column[None, :], values, mask=old | new
-            )
-
-
 @jit(
     "steps",
     "beams",
-    "order_strides",
-    "candidates_strides",
-    "finished_strides",
+    "index_strides",
     "strides",
     "newest_strides",
+    "finished_strides",
+    "ending_strides",
     "prefixes",
 )
-def _finish_rows_kernel(
-    order_ptr, order_strides, candidates_ptr, candidates_strides, steps, beams, finished,
-    finished_strides, rows, strides, newest, newest_strides, counts, prefixes, COUNTED: constexpr,
-    TABLES: constexpr, BEAMS: constexpr, BLOCK: constexpr,
+def _move_rows_kernel(
+    parents_ptr, order_ptr, candidates_ptr, index_strides, steps, beams, rows, strides, newest,
+    newest_strides, finished, finished_strides, ending, ending_strides, counts, prefixes,
+    COUNTED: constexpr, TABLES: constexpr, EXTENDED: constexpr, FINISHED: constexpr,
+    BEAMS: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    """Update a block of columns of the finished rows of one sentence in one of the tables.
+    """Update a block of columns of one sentence in one of the tables, and in its finished rows.
 
     It reads every row before it writes one.
     """
@@ -337,36 +373,77 @@ def _finish_rows_kernel(
     if COUNTED:
         steps = tl.load(steps)
     is_beam = beam < beams
-    order = tl.load(
-        order_ptr + sentence * order_strides[0] + beam * order_strides[1], mask=is_beam, other=0
-    )
+    parents_ptr += sentence * index_strides[0][0]
+    parents = tl.load(parents_ptr + beam * index_strides[0][1], mask=is_beam, other=0)
+    order_ptr += sentence * index_strides[1][0]
+    order = tl.load(order_ptr + beam * index_strides[1][1], mask=is_beam, other=0)
     candidate = order - beams  # negative: a row that finished in an earlier step
-    ends = is_beam & (candidate >= 0)
-    candidates_ptr += sentence * candidates_strides[0]
-    parents = tl.load(candidates_ptr + candidate * candidates_strides[1], mask=ends, other=0)
+    candidates_ptr += sentence * index_strides[2][0] + candidate * index_strides[2][1]
+    origins = tl.load(candidates_ptr, mask=is_beam & (candidate >= 0), other=0)
     for i in tl.static_range(TABLES):
         if tl.program_id(2) == i:
-            table = finished[i] + sentence * finished_strides[i][0]
-            filled = prefixes[i] + steps
+            filled = prefixes[i] + steps * counts[i]
             column = prefixes[i] + tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            inside = is_beam[:, None] & (column <= filled)[None, :]
-            stays = inside & (candidate < 0)[:, None]
-            kept = tl.load(
-                table + (order * finished_strides[i][1])[:, None] + column[None, :], mask=stays
-            )
-            running = (
-                rows[i]
-                + sentence * strides[i][0]
-                + (parents * strides[i][1])[:, None]
-                + column[None, :]
-            )
-            ended = tl.load(running, mask=ends[:, None] & (column < filled)[None, :])
-            last = newest[i] + sentence * newest_strides[i][0] + candidate * newest_strides[i][1]
-            added = tl.load(last, mask=ends).to(ended.dtype)[:, None]
+            table = rows[i] + sentence * strides[i][0] + column[None, :]
+            row, finished_row = beam * strides[i][1], table
+            extended, extends, ended, ends = beam, is_beam, beam, is_beam
+            if EXTENDED:
+                extended, extends = _extended(
+                    table + (parents * strides[i][1])[:, None],
+                    newest[i] + sentence * newest_strides[i][0]
+                    + (beam * newest_strides[i][1])[:, None]
+                    + ((column - filled) * newest_strides[i][2])[None, :],
+                    is_beam, column - filled, counts[i],
+                )  # fmt: skip
+            if i < FINISHED:
+                finished_row = finished[i] + sentence * finished_strides[i][0] + column[None, :]
+                ended, ends = _ended(
+                    finished_row + (order * finished_strides[i][1])[:, None],
+                    table + (origins * strides[i][1])[:, None],
+                    ending[i] + sentence * ending_strides[i][0] + candidate * ending_strides[i][1],
+                    is_beam, candidate, column - filled,
+                )  # fmt: skip
             tl.debug_barrier()  # several threads may hold the rows of one column
-            values = tl.where(stays, kept, tl.where((column == filled)[None, :], added, ended))
-            tl.store(
-                table + (beam * finished_strides[i][1])[:, None] + column[None, :],
-                values,
-                mask=inside,
-            )
+            if EXTENDED:
+                tl.store(table + row[:, None], extended, mask=extends)
+            if i < FINISHED:
+                tl.store(finished_row + (beam * finished_strides[i][1])[:, None], ended, mask=ends)
+
+
+@jit()
+def _extended(moved_ptr, newest_ptr, is_beam, beyond, count):
+    """Return the extended rows of a table, and which of their columns there are.
+
+    Args:
+        moved_ptr: the old rows of the parents.
+        newest_ptr: the newest columns, at the columns where they belong.
+        is_beam: which rows there are.
+        beyond: the number of each column, 0 for the first of the newest.
+        count: the number of newest columns.
+    """
+    old = is_beam[:, None] & (beyond < 0)[None, :]
+    new = is_beam[:, None] & (beyond >= 0)[None, :] & (beyond < count)[None, :]
+    moved = tl.load(moved_ptr, mask=old)
+    added = tl.load(newest_ptr, mask=new)
+    return tl.where(new, added.to(moved.dtype), moved), old | new
+
+
+@jit()
+def _ended(kept_ptr, running_ptr, newest_ptr, is_beam, candidate, beyond):
+    """Return the finished rows of a table, and which of their columns there are.
+
+    Args:
+        kept_ptr: the old finished rows.
+        running_ptr: the rows that the candidates extend.
+        newest_ptr: the newest column of each candidate.
+        is_beam: which rows there are.
+        candidate: the candidate in each row; negative for an old finished row.
+        beyond: the number of each column, 0 for the newest.
+    """
+    inside = is_beam[:, None] & (beyond <= 0)[None, :]
+    stays = inside & (candidate < 0)[:, None]
+    ends = is_beam & (candidate >= 0)
+    kept = tl.load(kept_ptr, mask=stays)
+    running = tl.load(running_ptr, mask=ends[:, None] & (beyond < 0)[None, :])
+    newest = tl.load(newest_ptr, mask=ends).to(running.dtype)[:, None]
+    return tl.where(stays, kept, tl.where((beyond == 0)[None, :], newest, running)), inside

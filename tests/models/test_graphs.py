@@ -511,7 +511,7 @@ def test_a_replayed_step_takes_no_memory(
 
 @pytest.mark.slow
 def test_kernels_of_a_choice(setting: Callable[[str, str], None], graphs: Graphs) -> None:
-    """Two launches move all tables: tokens, rows, and the ancestry of beams."""
+    """One launch moves all tables: tokens, rows, and the ancestry of beams."""
     setting("FASTGEN_OPS", "triton")
     model = _build("bart", torch.float32)
     kwargs = zoo.batch(model, 1, 7) | {
@@ -522,10 +522,8 @@ def test_kernels_of_a_choice(setting: Callable[[str, str], None], graphs: Graphs
     model.generate(**kwargs | FEW)
     model.generate(**kwargs)
     kernels = graphs.kernels["_select_tokens"]
-    assert kernels["_extend_rows_kernel"] == kernels["_finish_rows_kernel"] == 1
-    assert kernels["_reorder_rows_kernel"] == kernels["index_copy_"] == kernels["index_copy"] == 0
-    assert kernels["_choose_kernel"] == kernels["_over_kernel"] == 1
-    assert kernels.total() == 13, kernels
+    names = "_ngram_kernel", "_group_kernel", "_kbest_and_choose_kernel", "_move_rows_kernel"
+    assert kernels == dict.fromkeys(names, 1)
 
 
 def test_few_steps_are_not_worth_it(graphs: Graphs) -> None:

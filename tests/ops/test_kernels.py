@@ -28,10 +28,19 @@ from fastgen.decoding.search.beam_search import Choice
 from fastgen.decoding.search.candidates import Candidates
 from fastgen.decoding.search.finishing_rules import Merged
 from fastgen.decoding.search.first_finished import FirstFinished
-from fastgen.ops import activation, beam_attention, cache, dispatch, norm, rotation, tables
+from fastgen.ops import (
+    activation,
+    beam_attention,
+    cache,
+    dispatch,
+    embedding,
+    norm,
+    rotation,
+    tables,
+)
 from fastgen.ops.selection import choice as choices
 from fastgen.ops.selection import kbest, kbest_kernels, ngram_block, sample, token_mask  # fmt: skip
-from tests.support.beam_choices import assert_alike, choice
+from tests.support.beam_choices import VOCABULARY, assert_alike, choice
 from tests.support.poison import poison
 
 INF = torch.inf
@@ -414,6 +423,8 @@ def _check_ngrams(
         mask = token_mask.empty_mask(rows, v, scores.device)
         ops.ngram_mask_(mask, ids, n, v, source)
         assert torch.equal(token_mask.unpacked(mask, v), wanted == -INF)
+        with _Watched(ids, source, **count):
+            assert torch.equal(ops.ngram_mask(ids, n, v, source), mask)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
@@ -426,6 +437,20 @@ def test_ngrams(
     rows: int, length: int, v: int, tokens: int, n: int, dtype: torch.dtype, device: str
 ) -> None:
     _check_ngrams(ngram_block, device, rows, length, v, tokens, n, dtype)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_ngrams_of_a_counted_text(n: int, device: str) -> None:
+    """Only the first columns hold text; texts of more than one program take two launches."""
+    for rows, length, room, v in ((5, 30, 9, 40), (1, 4_200, 0, 70)):
+        ids = _integers(rows, length + room, below=9, device=device)
+        filled = torch.tensor([length], device=device)
+        wanted = ngram_block.ngram_block_reference(
+            torch.zeros(rows, v, device=device), ids[:, :length], n
+        )
+        with _Watched(ids, filled, ngram=1):
+            found = ngram_block.ngram_mask(ids, n, v, length=filled)
+        assert torch.equal(token_mask.unpacked(found, v), wanted == -INF)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -648,6 +673,53 @@ def test_norm_is_torchs(device: str) -> None:
     )
 
 
+def _check_embedding(
+    ops: Any, device: str, rows: int, d: int, dtype: torch.dtype, rms: bool, at: Any
+) -> None:
+    """Compare with the operations one after the other; fp16 and fp32 sums are equal bit by bit."""
+    ids = _integers(rows, below=9, device=device)
+    ids[0] = 4
+    tokens, table = (_randn(9, d, seed=s, dtype=dtype, device=device) * 3 for s in (0, 1))
+    weight, bias = (_randn(d, seed=s, dtype=dtype, device=device) for s in (2, 3))
+    at = torch.tensor(at, device=device)[:rows] if isinstance(at, list) else at
+    of = norm.NormParameters(weight, None if rms else bias, 1e-5, rms)
+    for scale, positions in (
+        (1.0, None),
+        (1.0, ops.Positions(table, 2, at)),
+        (5.6568, ops.Positions(table, 2, at, 4)),
+        (5.6568, ops.Positions(table, 2, at, 4, 0)),
+    ):
+        given = () if positions is None else positions.rows()
+        wanted_total = ops.embedding_reference(ids, tokens, scale, *given)
+        wanted, _ = norm.norm_reference(wanted_total, *of[:3], rms=rms)
+        exact, _ = norm.norm_reference(
+            wanted_total.double(), weight.double(), None if rms else bias.double(), 1e-5, rms=rms
+        )
+        with _Watched(ids, tokens, table, weight, bias, embedding=1):
+            found, total = ops.normed_embedding(ids, tokens, scale, positions, of)
+        if dtype == torch.bfloat16 and dispatch.INTERPRETED:  # which truncates
+            torch.testing.assert_close(total, wanted_total, rtol=0.02, atol=0.2)
+            torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.2)
+        else:
+            assert torch.equal(total, wanted_total)
+            _close(found, wanted, exact, FLOOR[dtype] * 4)
+
+
+@pytest.mark.parametrize("at", [3, [3], [0, 5, 2, 6, 1]], ids=str)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_embedding(dtype: torch.dtype, rms: bool, at: Any, device: str) -> None:
+    for rows, d in ((1, 33), (5, 96), (5, 1_100)):
+        _check_embedding(embedding, device, rows, d, dtype, rms, at)
+
+
+def test_embedding_of_unknown_ids(device: str) -> None:
+    ids, tokens = torch.tensor([1, 9, -1], device=device), torch.ones(9, 8, device=device)
+    of = norm.NormParameters(None, None, 1e-5)
+    for found in embedding.normed_embedding(ids, tokens, 1.0, None, of):
+        assert found.isnan().all(1).tolist() == [False, True, True]
+
+
 def _check_activation(
     ops: Any, device: str, kind: str, dtype: torch.dtype, count: int = 1_100
 ) -> None:
@@ -849,7 +921,7 @@ def _check_extend(ops: Any, device: str, b: int, m: int, steps: int, counted: bo
     assert around is not None
     before = around[:, 0].clone(), around[:, :, -1].clone()
     count = torch.tensor([steps], device=device) if counted else steps
-    with _Watched(parents, *(table.newest for table in growing), extend_rows=1):
+    with _Watched(parents, *(table.newest for table in growing), move_rows=1):
         ops.extend_rows_(growing, parents, count)
     for table, expected in zip(growing, wanted, strict=True):
         torch.testing.assert_close(table.rows, expected, atol=0, rtol=0, equal_nan=True)
@@ -871,10 +943,20 @@ def _check_finish(ops: Any, device: str, b: int, m: int, k: int, steps: int, cou
         for f, t in zip(finished, growing, strict=True)
     ]
     count = torch.tensor([steps], device=device) if counted else steps
-    with _Watched(order, beams, *(part for table in growing for part in table[:2]), finish_rows=1):
+    both = [rows.clone() for rows in finished], _beam_tables(b, m, m, steps, device)
+    parents = _integers(m, b, below=m, seed=6, device=device).t()
+    extended = [ops.extend_rows_reference(table, parents, steps) for table in both[1]]
+    with _Watched(order, beams, *(part for table in growing for part in table[:2]), move_rows=1):
         ops.finish_rows_(finished, growing, order, beams, count)
     for rows, expected in zip(finished, wanted, strict=True):
         assert torch.equal(rows, expected)
+    ended = [ops.Finished(rows, t.newest) for rows, t in zip(both[0], growing, strict=True)]
+    newest = [table.newest for table in (*growing, *both[1])]
+    with _Watched(order, beams, parents, *newest, move_rows=1):
+        ops.finish_and_extend_(both[1], parents, ended, order, beams, count)
+    found = [*both[0], *(table.rows for table in both[1])]
+    for rows, expected in zip(found, [*wanted, *extended], strict=True):
+        torch.testing.assert_close(rows, expected, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -904,9 +986,18 @@ def test_tables_of_one_sentence_and_many_beams(device: str) -> None:
 def _check_choice(
     ops: Any, device: str, trials: int, beams: int, penalty: float, early: Any, ends: int = 2
 ) -> None:
-    """Compare selection with the rules in torch; after the end of a search, nothing finishes."""
+    """Compare selection with the rules in torch; after the end of a search, nothing finishes.
+
+    In every fifth trial, all candidates end.
+    """
     for trial in range(trials):
         search, candidates, length = choice(trial, beams, penalty, early, device, ends)
+        last = trial % 5 == 4
+        if last:
+            candidates = candidates._replace(hits=torch.ones_like(candidates.hits))
+        indices = candidates.beam * VOCABULARY + candidates.token
+        stops = torch.arange(ends, device=device)
+        sentences = torch.arange(len(search.prompt), device=device).flip(0) + 3
         powers = search.rule._powers_of_lengths(candidates.values)
         rules = choices.Rules(search.rule.never, early is True, powers, search.rule.far or 0)
         wanted, finished = search.by_rules(candidates, length), search.finished
@@ -915,12 +1006,15 @@ def _check_choice(
                 each.clone()
                 for each in (search.scores, finished.scores, finished.done, search.improvable)
             )
-            state, count = (
-                choices.State(*kept, torch.tensor([over], device=device)),
-                torch.tensor([length]),
-            )
-            with _Watched(*candidates, powers, choose=1, over=1):
-                found = ops.choose_(candidates, state, rules, count.to(device))
+            state = choices.State(*kept, torch.tensor([over], device=device))
+            count = torch.tensor([length], device=device)
+            step = choices.Step(stops, last, sentences, state, rules, count)
+            with _Watched(candidates.values, indices, stops, sentences, powers, choose=1):
+                found = ops.choose_(candidates.values, indices, VOCABULARY, step)
+            assert torch.equal(found.beam, candidates.beam)
+            assert torch.equal(found.token, candidates.token)
+            for rows, of in ((found.rows, found.parents), (found.row, found.beam)):
+                assert torch.equal(rows, of + sentences[:, None] * beams)
             merged, flags = Merged(state.finished, state.done, found.order), wanted.flags.clone()
             flags[3] |= over
             assert torch.equal(state.improvable, found.flags[1])
@@ -948,11 +1042,78 @@ def test_choice(beams: int, penalty: float, early: Any, device: str) -> None:
 def test_choice_of_many(device: str) -> None:
     """More than one warp, and more than the kernels support."""
     _check_choice(choices, device, 3, 30, 0.7, True, 7)
-    values = torch.zeros(2, 4)
-    assert choices.covered(values, choices.MOST - 4)
-    assert not choices.covered(values, choices.MOST - 3)
-    assert not choices.covered(values.double(), 2)
-    assert not choices.covered(values.expand(2, 4).repeat(choices.MOST_SENTENCES, 1), 2)
+    scores = torch.zeros(2, 4)
+    assert choices.covered(scores, choices.MOST - 4)
+    assert not choices.covered(scores, choices.MOST - 3)
+    assert not choices.covered(scores.double(), 2)
+
+
+def test_the_end_of_many_sentences(device: str) -> None:
+    """The search is over once no sentence is improvable, whichever was the last."""
+    b = 130
+    values = torch.tensor([[-1.0, -2.0]], device=device).repeat(b, 1)
+    indices = torch.tensor([[4, 5]], device=device).repeat(b, 1)
+    rules = choices.Rules(-1.0e9, False, torch.ones(9, device=device), 0)
+    for improvable in (None, 0, 129):
+        state = choices.State(
+            torch.zeros(b, 1), torch.zeros(b, 1), torch.ones(b, 1).bool(), torch.zeros(b).bool(),
+            torch.zeros(1).bool(),
+        )  # fmt: skip
+        if improvable is not None:
+            state.improvable[improvable] = True
+            state.finished[improvable] = -5.0
+        state = choices.State(*(each.to(device) for each in state))
+        sentences, one = torch.arange(b, device=device), torch.tensor([1], device=device)
+        step = choices.Step(None, False, sentences, state, rules, one)
+        chosen = choices.choose_(values, indices, 9, step)
+        assert state.over.tolist() == [improvable is None]
+        assert chosen.flags[3].unique().tolist() == [improvable is None]
+
+
+def _check_kbest_and_choice(
+    ops: Any, device: str, beams: int, v: int, k: int, **updates: Any
+) -> None:
+    """Compare with the two operations one after the other."""
+    b, peeled = 3, k <= kbest_kernels.PEELED
+    logits = _randn(b, beams, v, dtype=torch.float16, device=device) * 3
+    transforms = kbest.LogitsUpdates(**updates)
+    done = torch.rand(b, beams, generator=torch.Generator().manual_seed(1)) < 0.5
+    done = done.sort(1, descending=True).values.to(device)
+    scores = _randn(b, beams, seed=2, device=device)
+    finished = torch.where(done, _randn(b, beams, seed=3, device=device) - 5, -1.0e9)
+    finished = finished.sort(1, descending=True).values
+    rules = choices.Rules(-1.0e9, False, torch.linspace(1, 9, 9, device=device), 0)
+    stops = torch.arange(0, v, 3, device=device)
+    found = []
+    for at_once in (False, True):
+        state = choices.State(
+            scores.clone(), finished.clone(), done.clone(),
+            torch.ones(b, dtype=torch.bool, device=device), torch.tensor([False], device=device),
+        )  # fmt: skip
+        sentences, count = torch.arange(b, device=device), torch.tensor([4], device=device)
+        step = choices.Step(stops, False, sentences, state, rules, count)
+        launched = {"kbest_and_choose": 1} if at_once else {"merge": 1, "choose": 1}
+        first = {"part" if peeled else "group": 1}
+        with _Watched(logits, *transforms[1:], **launched, **first):
+            if at_once:
+                chosen = ops.kbest_and_choose_(logits, k, transforms, step)
+            else:
+                best = kbest.kbest(logits, scores, k, transforms)
+                chosen = choices.choose_(best.values, best.indices, v, step)
+        found.append((*chosen, *state))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("beams", "v", "k"), [(1, 33, 2), (4, 500, 8), (3, 5_001, 6), (9, 300, 18)]
+)
+def test_kbest_and_choice(beams: int, v: int, k: int, device: str) -> None:
+    _check_kbest_and_choice(choices, device, beams, v, k)
+    updates = {
+        name: value for name, value in _edits(3, beams, v, device).items() if name == "banned"
+    }
+    _check_kbest_and_choice(choices, device, beams, v, k, **updates)
 
 
 def _check_first(ops: Any, device: str, trials: int, m: int, k: int, last: bool) -> None:
@@ -1158,6 +1319,10 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         ngram_block, "inside = start < starts", "inside = start < starts - 1",
         lambda ops: _check_ngrams(ops, "cpu", 6, 8, 96, 96, 1, torch.float32),
     ),
+    "ngram: words of a new mask": (
+        ngram_block, "tl.zeros([1024], tl.int32)", "tl.full([1024], 2, tl.int32)",
+        lambda ops: _check_ngrams(ops, "cpu", 6, 8, 96, 96, 1, torch.float32),
+    ),
     "attention: keys beyond the end": (
         beam_attention, "scores = tl.where(is_slot[None, :], scores, float(\"-inf\"))",
         "scores = scores", lambda ops: _check_attention(ops, *_SMALL_ATTENTION),
@@ -1199,6 +1364,22 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
     "norm: residual": (
         norm, "RESIDUAL=residual is not None", "RESIDUAL=False",
         lambda ops: _check_norm(ops, "cpu", 5, 33, torch.float32, True, True, True, True, False),
+    ),
+    "embedding: the product is rounded": (
+        embedding, "(total * scale).to(dtype)", "(total * scale)",
+        lambda ops: _check_embedding(ops, "cpu", 5, 96, torch.float16, False, [3]),
+    ),
+    "embedding: the sum is what is normalised": (
+        embedding, "total = (total + position", "_ = (total + position",
+        lambda ops: _check_embedding(ops, "cpu", 5, 96, torch.float16, False, [3]),
+    ),
+    "embedding: the position of padding": (
+        embedding, "padding_row < 0, row - 1", "padding_row < 0, row",
+        lambda ops: _check_embedding(ops, "cpu", 5, 96, torch.float32, False, [3]),
+    ),
+    "embedding: positions by row": (
+        embedding, "at += out", "at += 0",
+        lambda ops: _check_embedding(ops, "cpu", 5, 96, torch.float32, False, [0, 5, 2, 6, 1]),
     ),
     "activation: the bias's place": (
         activation, "offset % dims", "offset",
@@ -1264,12 +1445,28 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_choice(ops, "cpu", 12, 1, 1.0, False),
     ),
     "choice: enough has finished": (
-        choices, "over = over | full", "over = over",
+        choices, "over = over | (tl.min(full.to(tl.int32), 0) == 1)", "over = over",
         lambda ops: _check_choice(ops, "cpu", 12, 3, 1.0, True),
     ),
     "choice: once it is over": (
         choices, "old | (new & (tl.load(over_ptr) == 0))", "old | new",
         lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
+    ),
+    "choice: every end token": (
+        choices, "tl.load(ends_ptr + i)", "tl.load(ends_ptr)",
+        lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
+    ),
+    "choice: rows of the original batch": (
+        choices, "2 * column, first_row + beam", "2 * column, beam",
+        lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
+    ),
+    "choice: counters of the next launch": (
+        choices, "tl.store(ended_ptr, 0)", "tl.store(ended_ptr, 1)",
+        lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
+    ),
+    "choice: candidates of the same launch": (
+        choices, "_kernel(values_ptr, indices_ptr,", "_kernel(values_ptr, values_ptr,",
+        lambda ops: _check_kbest_and_choice(ops, "cpu", 3, 500, 6),
     ),
     "choice: who may fill a slot": (
         choices, "(candidate < BEAMS) & (ignored == 0)", "(candidate < BEAMS)",
@@ -1291,7 +1488,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         choices, "LAST=last", "LAST=False", lambda ops: _check_first(ops, "cpu", 9, 4, 8, True),
     ),
     "tables: parents": (
-        tables, "tl.load(table + (parents", "tl.load(table + (beam",
+        tables, "table + (parents *", "table + (beam *",
         lambda ops: _check_extend(ops, "cpu", 3, 4, 13, True),
     ),
     "tables: how far they are filled": (
@@ -1299,7 +1496,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_extend(ops, "cpu", 3, 4, 13, False),
     ),
     "tables: the end of what is new": (
-        tables, "(column < filled + counts[i])", "(column <= filled + counts[i])",
+        tables, "(beyond < count)", "(beyond <= count)",
         lambda ops: _check_extend(ops, "cpu", 3, 4, 13, True),
     ),
     "tables: what had finished": (
@@ -1307,7 +1504,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: [_check_finish(ops, "cpu", 3, m, 2 * m, 13, True) for m in range(1, 10)],
     ),
     "tables: the newest token": (
-        tables, "candidate * newest_strides[i][1]", "parents * newest_strides[i][1]",
+        tables, "candidate * ending_strides[i][1]", "origins * ending_strides[i][1]",
         lambda ops: _check_finish(ops, "cpu", 3, 4, 8, 13, False),
     ),
 }  # fmt: skip

@@ -10,13 +10,15 @@ from fastgen.decoding.search.finishing_rules import TransformersRule
 from fastgen.decoding.search.stopping import Stop
 from fastgen.ops.selection.choice import Candidates
 
-LONGEST, PROMPT = 40, 7
+LONGEST, PROMPT, VOCABULARY = 40, 7, 99
 
 
 def choice(
     trial: int, beams: int, penalty: float, early: Any, device: str = "cpu", ends: int = 2
 ) -> tuple[BeamSearch, Candidates, int]:
     """Return a search in a random state, its candidates (best first), and their new-token count.
+
+    Candidates end by the tokens below `ends`, all of which are below `VOCABULARY`.
 
     Args:
         trial: selects the random state; the batch size is 1 to 4.
@@ -32,7 +34,8 @@ def choice(
     values = (torch.randn(b, k, generator=generator) * 3 - 8).sort(descending=True).values
     hits = torch.rand(b, k, generator=generator) < (0.3, 0.7, 0.05)[trial % 3]
     beam = torch.randint(0, beams, (b, k), generator=generator)
-    token = torch.randint(0, 99, (b, k), generator=generator)
+    others = torch.randint(ends, VOCABULARY, (b, k), generator=generator)
+    token = torch.where(hits, torch.randint(0, ends, (b, k), generator=generator), others)
     done = (
         (torch.rand(b, beams, generator=generator) < 0.5 + trial % 2)
         .sort(1, descending=True)

@@ -11,8 +11,15 @@ from fastgen.decoding.logits.pipeline import phases
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.search.beam_search import BeamSearch, RowStepper, read
 from fastgen.models.cuda_graphs import graph
-from fastgen.ops.selection.choice import Candidates, Chosen, State
-from fastgen.ops.tables import Table, extend_rows_
+from fastgen.ops.selection.choice import (
+    Candidates,
+    Chosen,
+    State,
+    Step,
+    choose_,
+    kbest_and_choose_,
+)
+from fastgen.ops.tables import Finished, Table, finish_and_extend_
 
 
 class CapturedBeamSearch(CapturedSelection[BeamSearch]):
@@ -89,23 +96,49 @@ class CapturedBeamSearch(CapturedSelection[BeamSearch]):
         Returns:
             Parents (B, M) and `with_invalid` of `Choice.flags`.
         """
-        search, column, new_tokens = self.search, self._numbers[1:2], self._numbers[2:]
-        values, beam, token = search.candidates(logits, text, self.draw)
-        candidates = Candidates(values, beam, token, search.stop.hits(token, last))
-        chosen = self._choose(candidates, new_tokens)
-        search.finish(chosen.order, beam, token, column)
-        running = search.tables(chosen.parents, chosen.tokens)
-        extend_rows_(running if slots is None else [*running, slots], chosen.parents, column)
+        search, column = self.search, self._numbers[1:2]
+        chosen = self._chosen(logits, text, last)
+        running = search.tables_of_rows(chosen.rows, chosen.tokens)
+        ended = [
+            Finished(table, newest[:, :, None])
+            for table, newest in (
+                (search.finished.ids, chosen.token),
+                (search.finished.beams, chosen.row),
+            )
+        ]
+        finish_and_extend_(
+            running if slots is None else [*running, slots], chosen.parents, ended, chosen.order,
+            chosen.beam, column,
+        )  # fmt: skip
         return chosen.parents, self.with_invalid(chosen.flags)
 
-    def _choose(self, candidates: Candidates, new_tokens: Tensor) -> Chosen:
-        """Apply the finishing rules to candidates (B, K) and update the search in place."""
+    def _chosen(self, logits: Tensor, text: Text, last: bool) -> Chosen:
+        """Choose beams and finished hypotheses and update the search in place.
+
+        Arguments are as in `_select_tokens`.
+        """
+        search, over, new_tokens = self.search, self._over, self._numbers[2:]
+        rule, finished, vocabulary = search.rule, search.finished, logits.shape[1]
+        state = State(search.scores, finished.scores, finished.done, search.improvable, over)
+        rules = rule.for_kernels(state, search.sentences, new_tokens, logits)
+        if rules is None:
+            values, indices = search.candidates(logits, text, self.draw)
+            beam, token = indices // vocabulary, indices % vocabulary
+            hits = search.stop.hits(token, last)
+            return self._by_rules(Candidates(values, beam, token, hits), new_tokens)
+        ends = search.stop.end_tokens(logits.device)
+        step = Step(ends, last, search.sentences, state, rules, new_tokens)
+        updates = search.fused_updates(logits, text)
+        if updates is not None:
+            rows = logits.view(*search.scores.shape, -1)
+            return kbest_and_choose_(rows, rule.candidates, updates, step)
+        found = search.candidates_of_log_probs(logits, text, self.draw)
+        return choose_(*found, vocabulary, step)
+
+    def _by_rules(self, candidates: Candidates, new_tokens: Tensor) -> Chosen:
+        """Do the same in torch, for candidates (B, K)."""
         search, over = self.search, self._over
         rule, finished = search.rule, search.finished
-        state = State(search.scores, finished.scores, finished.done, search.improvable, over)
-        fused_choice = rule.in_place(candidates, state, new_tokens)
-        if fused_choice is not None:
-            return fused_choice
         chosen = search.by_rules(candidates, new_tokens)
         merged, flags = chosen.merged, chosen.flags
         unchanged = torch.arange(rule.beams, device=over.device, dtype=torch.int64)
@@ -116,4 +149,8 @@ class CapturedBeamSearch(CapturedSelection[BeamSearch]):
         search.improvable.copy_(chosen.improvable)
         over.logical_or_(flags[3, :1])
         flags[3].copy_(over.expand(search.present))
-        return Chosen(chosen.parents, chosen.tokens, order, flags)
+        rows, row = search.rows_of(chosen.parents), search.rows_of(candidates.beam)
+        return Chosen(
+            chosen.parents, chosen.tokens, rows, order, candidates.beam, candidates.token, row,
+            flags,
+        )  # fmt: skip

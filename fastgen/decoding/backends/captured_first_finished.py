@@ -22,7 +22,7 @@ from fastgen.decoding.search.prediction import PredictionStepper, StepOutput
 from fastgen.models.cuda_graphs import graph
 from fastgen.ops.dispatch import use_triton
 from fastgen.ops.selection.choice import FirstChosen, Slots, choose_first_, first_covered
-from fastgen.ops.tables import Table, extend_rows_, finish_rows_
+from fastgen.ops.tables import Finished, Table, extend_rows_, finish_and_extend_
 
 
 class FinishedSlots(NamedTuple):
@@ -192,13 +192,16 @@ class CapturedFirstFinished(CapturedSelection[FirstFinished]):
         if search.attention is not None and attention is not None:
             search.attention.write(attention, step)
         chosen = _choose(search, candidates, slots, length, last)
-        finish_rows_(slots.rows, search.tables(candidates), chosen.order, candidates.beams, step)
+        ended = [
+            Finished(rows, table.newest)
+            for rows, table in zip(slots.rows, search.tables(candidates), strict=True)
+        ]
         tables = search.tables(Candidates(chosen.scores, chosen.tokens, chosen.beams))
         if self._prefilled:
             extend_rows_([kv_slots], chosen.beams, filled)
         else:
             tables.append(kv_slots)
-        extend_rows_(tables, chosen.beams, step)
+        finish_and_extend_(tables, chosen.beams, ended, chosen.order, candidates.beams, step)
         return chosen.over
 
     def _depart(self, places: Sequence[int], slots: FinishedSlots) -> DepartedSentences:

@@ -46,12 +46,15 @@ class Ancestry:
 
     @property
     def visible(self) -> Tensor:
-        """Additive mask (B, M, F) fp32: 0 at the slots of a beam's ancestors, -inf elsewhere."""
+        """Additive mask (B, M, F): 0 at the slots of a beam's ancestors, -inf elsewhere.
+
+        It is fp32, or has the dtype that `behind` or `move` gave it.
+        """
         return self._visible[:, :, : self.filled]
 
     @property
     def room(self) -> Tensor:
-        """`visible` including its unused capacity, (B, M, capacity) fp32."""
+        """`visible` including its unused capacity, (B, M, capacity)."""
         return self._visible
 
     @property
@@ -86,7 +89,7 @@ class Ancestry:
             rows[:, :, self.filled : self.filled + self.beams] = own
         self._open = True
 
-    def behind(self, prefix: int, mask: Tensor | None) -> Tensor:
+    def behind(self, prefix: int, mask: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return `room` preceded by the mask of the prefix, as one tensor.
 
         `room` becomes a view of the returned tensor.
@@ -95,14 +98,15 @@ class Ancestry:
             prefix: Length of the prefix in tokens.
             mask: (B, .., prefix) additive mask, the same in every call; None if all of the prefix
                 is visible.
+            dtype: dtype of the table from now on; None for its present one.
 
         Returns:
-            (B, M, prefix + capacity) fp32.
+            (B, M, prefix + capacity).
         """
         if self._whole is None:
             sentences, beams, slots = self._visible.shape
             slots = room.aligned(prefix + slots, prefix + self.longest * beams, self._visible)
-            self.move(self._visible.new_zeros(sentences, beams, slots), prefix, mask)
+            self.move(self._visible.new_zeros(sentences, beams, slots, dtype=dtype), prefix, mask)
         assert self._whole is not None
         return self._whole
 
@@ -118,7 +122,7 @@ class Ancestry:
         """Move the table into a caller-provided buffer, behind the mask of the prefix.
 
         Args:
-            whole: (B, M, N) fp32 buffer.
+            whole: (B, M, N) buffer, whose dtype the table has from now on.
             prefix: Length of the prefix in tokens.
             mask: Mask of the prefix, as in `behind`.
         """

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform, NGrams
-from fastgen.ops.selection.ngram_block import ngram_block_, ngram_mask_
+from fastgen.ops.selection.ngram_block import ngram_block_, ngram_mask, ngram_mask_
 
 
 @dataclass
@@ -58,6 +58,13 @@ class NGramBlock(LogitsTransform):
             ngram_mask_(
                 mask, text.ids, self.n, vocabulary, self._source_on(mask.device), text.filled
             )
+
+    def token_mask(self, text: Text, vocabulary: int) -> Tensor:
+        """Return the banned tokens as a new token mask (R, ceil(V / 32)) int32."""
+        if not self.active(text.length):
+            return super().token_mask(text, vocabulary)
+        source = self._source_on(text.ids.device)
+        return ngram_mask(text.ids, self.n, vocabulary, source, text.filled)
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         if text.filled is not None:  # `ids` has unused capacity, which must not be matched.

@@ -8,7 +8,6 @@ from torch import Tensor
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.ops.selection.kbest import LogitsUpdates, SparseUpdate
-from fastgen.ops.selection.token_mask import empty_mask
 
 
 def apply_transforms(
@@ -64,8 +63,10 @@ def sparse_updates(
     mask, update, forced = None, None, None
     for transform in active:
         if transform.form == "token mask":
-            mask = empty_mask(rows, vocabulary, device) if mask is None else mask
-            transform.add_to_mask(mask, text, vocabulary)
+            if mask is None:
+                mask = transform.token_mask(text, vocabulary)
+            else:
+                transform.add_to_mask(mask, text, vocabulary)
         elif transform.form == "sparse update":
             then = transform.sparse_update(text, vocabulary)
             update = then if update is None else composed(update, then, vocabulary)

@@ -159,6 +159,12 @@ class LogitsTransform:
         """Add the banned tokens to a token mask (R, ceil(V / 32)) int32."""
         raise NotImplementedError(f"{type(self).__name__} is not a token mask")
 
+    def token_mask(self, text: Text, vocabulary: int) -> Tensor:
+        """Return the banned tokens as a new token mask (R, ceil(V / 32)) int32."""
+        mask = empty_mask(text.ids.shape[0], vocabulary, text.ids.device)
+        self.add_to_mask(mask, text, vocabulary)
+        return mask
+
     def sparse_update(self, text: Text, vocabulary: int) -> SparseUpdate:
         """Return the transform as a sparse update of log-probabilities."""
         raise NotImplementedError(f"{type(self).__name__} is not a sparse update")
@@ -169,6 +175,5 @@ class LogitsTransform:
 
     def __call__(self, scores: Tensor, text: Text) -> Tensor:
         """Return the transformed scores (R, V); by default those of the token mask."""
-        mask = empty_mask(scores.shape[0], scores.shape[1], scores.device)
-        self.add_to_mask(mask, text, scores.shape[1])
+        mask = self.token_mask(text, scores.shape[1])
         return scores.masked_fill_(unpacked(mask, scores.shape[1]), -torch.inf)

@@ -29,7 +29,7 @@ from fastgen.decoding.search.stopping import Stop
 from fastgen.models.cuda_graphs import graph
 from fastgen.models.memory.scratch import Memory
 from fastgen.ops.selection.choice import Candidates
-from fastgen.ops.selection.kbest import best_of_log_probs, fused, kbest
+from fastgen.ops.selection.kbest import LogitsUpdates, best_of_log_probs, fused, kbest
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.tables import Table, extend_rows_, finish_rows_
 
@@ -251,7 +251,8 @@ class BeamSearch:
 
     def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next token of every beam; return False when the search is over."""
-        values, beam, token = self.candidates(logits, self.text, torch.multinomial)
+        values, indices = self.candidates(logits, self.text, torch.multinomial)
+        beam, token = indices // logits.shape[1], indices % logits.shape[1]
         hits = self.stop(
             token,
             self.length + 1,
@@ -320,28 +321,39 @@ class BeamSearch:
 
     def candidates(
         self, logits: Tensor, text: Text, draw: Callable[[Tensor, int], Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return running score, beam and token of the K candidates of each sentence, each (B, K).
+    ) -> tuple[Tensor, Tensor]:
+        """Return running scores (B, K) and indices beam * V + token (B, K) of the candidates.
 
         Args:
             logits: (R, V), of the model's newest step.
             text: tokens of the running beams.
             draw: samples without replacement as `torch.multinomial` does.
         """
-        b, m = self.scores.shape
-        rows = logits.view(b, m, -1)
-        if (
-            not (self.trace.wanted or self.sample or self.exact)
-            and fused(rows, self.rule.candidates, bans_alone(self.transforms, text))
-        ):  # fmt: skip
-            transforms = sparse_updates(self.transforms, text, logits.shape[1])
-            if transforms is not None:  # the fused kernel never materialises log-probabilities
-                best = kbest(rows, self.scores, self.rule.candidates, transforms)
-                return (
-                    best.values,
-                    best.indices // logits.shape[-1],
-                    best.indices % logits.shape[-1],
-                )
+        updates = self.fused_updates(logits, text)
+        if updates is not None:
+            rows = logits.view(*self.scores.shape, -1)
+            return kbest(rows, self.scores, self.rule.candidates, updates)[:2]
+        return self.candidates_of_log_probs(logits, text, draw)
+
+    def fused_updates(self, logits: Tensor, text: Text) -> LogitsUpdates | None:
+        """Return the transforms of a step whose candidates are ranked from the logits.
+
+        Arguments are as in `candidates`.
+
+        Returns:
+            The transforms; None if a step writes log-probabilities.
+        """
+        rows = logits.view(*self.scores.shape, -1)
+        if self.trace.wanted or self.sample or self.exact:
+            return None
+        if not fused(rows, self.rule.candidates, bans_alone(self.transforms, text)):
+            return None
+        return sparse_updates(self.transforms, text, logits.shape[1])
+
+    def candidates_of_log_probs(
+        self, logits: Tensor, text: Text, draw: Callable[[Tensor, int], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return `candidates` by way of log-probabilities in memory."""
         logits = logits.float()
         if self.trace.logits is not None:
             self.trace.logits.append(logits.clone())
@@ -350,8 +362,7 @@ class BeamSearch:
         log_probs = apply_transforms(log_probs, text, self.transforms)
         if self.trace.scores is not None:
             self.trace.scores.append(log_probs.clone())
-        vocabulary = log_probs.shape[-1]
-        log_probs = log_probs.view(b, m, vocabulary)
+        log_probs = log_probs.view(*self.scores.shape, -1)
         if self.sample:
             total = (log_probs + self.scores[:, :, None]).flatten(1)
             index = draw(torch.softmax(total, -1), self.rule.candidates)
@@ -359,9 +370,8 @@ class BeamSearch:
             if self.rank_drawn:
                 values, order = values.sort(-1, descending=True)
                 index = index.gather(1, order)
-        else:
-            values, index = best_of_log_probs(log_probs, self.scores, self.rule.candidates)
-        return values, index // vocabulary, index % vocabulary
+            return values, index
+        return best_of_log_probs(log_probs, self.scores, self.rule.candidates)
 
     def _new_tokens(self) -> int:
         return self.length - self.prompt.shape[1]
@@ -377,10 +387,17 @@ class BeamSearch:
 
     def tables(self, beam: Tensor, token: Tensor) -> list[Table]:
         """Return the tables of the running beams with the next columns: beam and token (B, N)."""
-        rows = beam + self._first_rows
+        return self.tables_of_rows(self.rows_of(beam), token)
+
+    def rows_of(self, beam: Tensor) -> Tensor:
+        """Return beams (B, N) as rows of the original batch."""
+        return beam + self._first_rows
+
+    def tables_of_rows(self, row: Tensor, token: Tensor) -> list[Table]:
+        """Return `tables` for row (B, N), beams as `rows_of` returns them."""
         return [
             Table(self.ids, token[:, :, None], self.prompt.shape[1]),
-            Table(self.beams, rows[:, :, None]),
+            Table(self.beams, row[:, :, None]),
         ]
 
     def finish(self, order: Tensor, beam: Tensor, token: Tensor, steps: int | Tensor) -> None:

@@ -171,25 +171,19 @@ class TransformersRule:
             self.early_stopping is True,
         )
 
-    def in_place(
-        self, candidates: choice.Candidates, state: choice.State, new_tokens: Tensor
-    ) -> choice.Chosen | None:
-        """Apply all rules of a step in Triton kernels, which update `state` in place.
+    def for_kernels(self, state: choice.State, *others: Tensor) -> choice.Rules | None:
+        """Return the rules as a Triton kernel applies them; None if it does not run.
 
         Args:
-            candidates: K continuations of each sentence.
             state: scores and flags of the search.
-            new_tokens: (1,) int64, new tokens of a candidate.
-
-        Returns:
-            None if the kernels do not run.
+            others: other inputs of the kernel.
         """
-        able = lambda: choice.covered(candidates.values, self.beams)  # noqa: E731
-        if not use_triton("choice", able, candidates.values, *candidates[1:], *state, new_tokens):
+        scores = state.scores
+        able = lambda: choice.covered(scores, self.candidates)  # noqa: E731
+        if not use_triton("choice", able, *state, *others):
             return None
-        powers = self._powers_of_lengths(candidates.values)
-        rules = choice.Rules(self.never, self.early_stopping is True, powers, self.far or 0)
-        return choice.choose_(candidates, state, rules, new_tokens)
+        powers = self._powers_of_lengths(scores)
+        return choice.Rules(self.never, self.early_stopping is True, powers, self.far or 0)
 
     @functools.cached_property
     def ranks_apart(self) -> bool:

@@ -56,10 +56,16 @@ class Stop:
         """Return whether each new token, of any shape, ends its row by `eos` or by its length."""
         if all_end:
             return torch.ones_like(tokens, dtype=torch.bool)
-        if self.eos is None:
+        ends = self.end_tokens(tokens.device)
+        if ends is None:
             return torch.zeros_like(tokens, dtype=torch.bool)
-        self.eos = self.eos.to(tokens.device)
-        if len(self.eos) == 1:
-            return tokens == self.eos
+        if len(ends) == 1:
+            return tokens == ends
         # Not `torch.isin`, which may synchronise with the device for many elements.
-        return (tokens[..., None] == self.eos).any(-1)
+        return (tokens[..., None] == ends).any(-1)
+
+    def end_tokens(self, device: torch.device) -> Tensor | None:
+        """Return `eos` on a device."""
+        if self.eos is not None:
+            self.eos = self.eos.to(device)
+        return self.eos

@@ -59,7 +59,9 @@ class Beams(Protocol):
 
     @property
     def whole(self) -> Tensor | None: ...
-    def behind(self, prefix: int, mask: Tensor | None) -> Tensor: ...
+    def behind(
+        self, prefix: int, mask: Tensor | None, dtype: torch.dtype | None = None
+    ) -> Tensor: ...
     def move(self, whole: Tensor, prefix: int, mask: Tensor | None) -> None: ...
 
 
@@ -108,7 +110,8 @@ class GraphBuffers:
         numbers: (5,) int64, as written by `Replay.open`: slot of the newest token, filled keys,
             length of the text, position of the newest token (relative to `first` if there is one),
             length of the prefix.
-        mask: (B, M, N) fp32 additive self-attention mask; None where everything is visible.
+        mask: (B, M, N) additive self-attention mask in the dtype of the keys; None where everything
+            is visible.
         source_mask: (B, 1, 1, S) additive; None where everything is visible.
         first: (B,) int64, as `Reads.first`; None where `numbers` holds it.
         repeated: The captured step.
@@ -130,11 +133,11 @@ class GraphBuffers:
         first, mask = reads.text[0], reads.prefix_mask
         slots = min(layer.room[0].shape[2] for layer in reads.text)
         if reads.ancestry is not None:
-            mask = reads.ancestry.behind(first.prefix, mask)
+            mask = reads.ancestry.behind(first.prefix, mask, first.room[0].dtype)
             slots = min(slots, mask.shape[2])
             mask = mask[:, :, :slots]
         elif mask is not None:
-            mask = nn.functional.pad(mask[:, 0].float(), (0, slots - first.prefix))
+            mask = nn.functional.pad(mask[:, 0], (0, slots - first.prefix))
         text, source = (
             [
                 (keys[:, :, :count], values[:, :, :count])
@@ -226,8 +229,8 @@ class Shape:
             sum(kv.shape[1] * kv.shape[3] * kv.element_size() for layer in of for kv in layer.room)
             for of in (reads.text, reads.source)
         )
-        # 4 bytes of the mask per slot and beam.
-        nbytes = reads.sentences * (slots * (text + beams * 4) + positions * source)
+        mask = beams * reads.text[0].room[0].element_size()  # bytes per slot
+        nbytes = reads.sentences * (slots * (text + mask) + positions * source)
         others = beams, heads, masks, reads.watched
         return cls(reads.sentences, slots, positions, others, nbytes, beams * outputs)
 
@@ -308,7 +311,7 @@ class PooledBuffers:
         masked = reads.ancestry is not None or reads.prefix_mask is not None
         return GraphBuffers(
             b, cast(Any, text), cast(Any, source), numbers.new_empty(b * beams), numbers,
-            keys.new_empty(b, beams, shape.slots, dtype=torch.float32) if masked else None,
+            keys.new_empty(b, beams, shape.slots) if masked else None,
             keys.new_empty(b, 1, 1, shape.positions) if source else None,
             numbers.new_empty(b) if isinstance(reads.first, Tensor) else None,
             graph.CapturedFunction(self.lent),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastgen.models.routing.instance import Routed, untouched
 from fastgen.models.state import Kept, process_state
-from fastgen.ops.norm import norm, norm_reference
+from fastgen.ops.norm import NormParameters, norm, norm_reference
 
 
 class NormLike(Protocol):
@@ -66,6 +66,11 @@ class Norm:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the normed sum and the sum."""
         return norm(x, self.weight, self.bias, self.eps, residual, rms=self.rms, offset=self.offset)
+
+    @property
+    def parameters(self) -> NormParameters:
+        """The parameters, for operations that include the norm."""
+        return NormParameters(self.weight, self.bias, self.eps, self.rms, self.offset)
 
 
 _EPS = ("variance_epsilon", "eps")  # attribute names in transformers' classes

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from fastgen.models.comparison import comparison
 from fastgen.models.layers.linear import Product
-from fastgen.models.layers.norm import NormLike, unnormed
+from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.layers.positions import Bias, Rotary, turned_once
 from fastgen.ops.activation import fused_activation
 from fastgen.ops.beam_attention import Newest, beam_attention, beam_attention_with_weights
 from fastgen.ops.dispatch import runs_kernels
-from fastgen.ops.embedding import embedding, rows_of_positions
+from fastgen.ops.embedding import Positions, embedding, normed_embedding, rows_of_positions
 from fastgen.ops.rotation import Rotation, rotated
 
 
@@ -490,7 +490,8 @@ class Embedding:
     norm_tokens: bool = False
 
     def __call__(self, ids: Tensor, position: int | Tensor) -> Tensor:
-        row, other = self._rows(position)
+        positions = self._positions(position)
+        row, other = (None, None) if positions is None else positions.rows()
         if self.norm is None:
             return embedding(ids, self.tokens, self.scale, row, other)
         if not self.norm_tokens:
@@ -498,15 +499,33 @@ class Embedding:
         x = self.norm(embedding(ids, self.tokens, self.scale))[0]
         return x if row is None else x.add_(rows_of_positions(ids, row, other))
 
-    def _rows(self, position: int | Tensor) -> tuple[Tensor | None, tuple[int, Tensor] | None]:
-        """Return the position embeddings, and the padding token's id and embeddings."""
+    def with_norm(
+        self, ids: Tensor, position: int | Tensor, then: NormLike | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the embeddings after another norm, and before it.
+
+        Args:
+            ids: (R,) int64.
+            position: Position of the newest tokens, as `StepInputs.position`.
+            then: The other norm; None for none.
+
+        Returns:
+            (R, C) each.
+        """
+        first = then if self.norm is None else self.norm
+        if isinstance(first, Norm) and not self.norm_tokens and runs_kernels(ids):
+            positions, of = self._positions(position), first.parameters
+            x, total = normed_embedding(ids, self.tokens, self.scale, positions, of)
+            if first is then:
+                return x, total
+        else:
+            x = self(ids, position)
+        return x if then is None else then(x)[0], x
+
+    def _positions(self, position: int | Tensor) -> Positions | None:
         if self.positions is None:
-            return None, None
-        row = self.positions[self.first + position]
-        if self.padding is None:
-            return row, None
-        other = self.first + position - 1 if self.padding_row is None else self.padding_row
-        return row, (self.padding, self.positions[other])
+            return None
+        return Positions(self.positions, self.first, position, self.padding, self.padding_row)
 
 
 @dataclass(frozen=True)
@@ -574,8 +593,7 @@ class DecoderStep:
 
     def hidden(self, ids: Tensor, context: StepInputs) -> Tensor:
         """Return the hidden states (R, C) that the head reads; arguments as in `__call__`."""
-        stream = self.embedding(ids, context.position)
-        x = stream if self.first is None else self.first(stream)[0]
+        x, stream = self.embedding.with_norm(ids, context.position, self.first)
         if self.together is not None and (hidden := self.together(x, stream, context)) is not None:
             return hidden
         for sublayer in self.sublayers:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.models.layers.linear import Product
+from fastgen.models.layers.norm import NormLike
 from fastgen.models.runtime.decode_step import Embedding, StepInputs, TextAttention
 from fastgen.models.runtime.masked_step import Asking
 
@@ -35,6 +36,12 @@ class StreamEmbedding(Embedding):
         assert self.norm is not None
         x = torch.where((ids < 0)[:, None], self.stream, F.embedding(ids.clamp_min(0), self.tokens))
         return self.norm(x.add_(self.positions[self.first + position]))[0]
+
+    def with_norm(
+        self, ids: Tensor, position: int | Tensor, then: NormLike | None
+    ) -> tuple[Tensor, Tensor]:
+        x = self(ids, position)
+        return x if then is None else then(x)[0], x
 
 
 @dataclass(frozen=True)

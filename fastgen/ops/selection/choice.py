@@ -1,9 +1,9 @@
-"""Selection of running and finished beams in a beam search step, in one or two launches.
+"""Selection of running and finished beams in a beam search step, in one launch.
 
 In torch this takes up to fifty operations on a few hundred numbers, and each costs a device as much
 as a large one. Here one program of a kernel handles a sentence: it ranks the candidates that
-continue and the hypotheses that finish. For transformers' rules a second kernel, one program,
-decides for all sentences whether the search is over.
+continue and the hypotheses that finish. For transformers' rules the last program to finish decides
+for all sentences whether the search is over.
 
 Sources: Wang et al. 2021 (LightSeq), section 2.1 (all operations between two matrix products in one
 launch). The rules are those of `decoding.search.finishing_rules` and
@@ -15,14 +15,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.ops.dispatch import constexpr, jit, launch, power_of_two, tl
-from fastgen.ops.selection.kbest_kernels import index_of, key_of, value_of
+from fastgen.ops.dispatch import (
+    constexpr,
+    counters,
+    jit,
+    launch,
+    power_of_two,
+    tl,
+    use_triton,
+)
+from fastgen.ops.selection import kbest, kbest_kernels
+from fastgen.ops.selection.kbest import LogitsUpdates
+from fastgen.ops.selection.kbest_kernels import index_of, key_of, merge, value_of
 
 MOST = 1024
 """Largest number of candidates plus finished hypotheses of a sentence that a program ranks."""
-
-MOST_SENTENCES = 8192
-"""Largest number of sentences that the program of the second kernel handles."""
 
 
 class Candidates(NamedTuple):
@@ -76,58 +83,122 @@ class Rules(NamedTuple):
     far: int
 
 
+class Step(NamedTuple):
+    """What the choice of a step depends on besides its candidates.
+
+    Attributes:
+        ends: (E,) int64, the tokens that end a hypothesis; None for none.
+        last: whether all candidates end, whatever their token.
+        sentences: (B,) int64, the index of each sentence in the original batch.
+        state: the state before the step.
+        rules: the finishing rules.
+        new_tokens: (1,) int64, the number of new tokens of a candidate.
+    """
+
+    ends: Tensor | None
+    last: bool
+    sentences: Tensor
+    state: State
+    rules: Rules
+    new_tokens: Tensor
+
+
 class Chosen(NamedTuple):
     """The result of `choose_`.
 
     Attributes:
         parents: (B, M) int64, the beams that the running beams continue.
         tokens: (B, M) int64, the next tokens of the running beams.
+        rows: (B, M) int64, `parents` as rows of the original batch.
         order: (B, M) int64, the finished hypotheses: an index into M old ones, then K candidates.
+        beam: (B, K) int64, the beam that each candidate extends.
+        token: (B, K) int64, the token of each candidate.
+        row: (B, K) int64, `beam` as rows of the original batch.
         flags: (4, B) bool, as in `decoding.search.beam_search.Choice`.
     """
 
     parents: Tensor
     tokens: Tensor
+    rows: Tensor
     order: Tensor
+    beam: Tensor
+    token: Tensor
+    row: Tensor
     flags: Tensor
 
 
-def covered(values: Tensor, beams: int) -> bool:
-    """Return whether the kernels cover candidates (B, K) of this number of beams."""
-    return (
-        values.dtype == torch.float32
-        and values.shape[1] + beams <= MOST
-        and values.shape[0] <= MOST_SENTENCES
-    )
+def covered(scores: Tensor, candidates: int) -> bool:
+    """Return whether the kernel covers running scores (B, M) and this number of candidates."""
+    return scores.dtype == torch.float32 and scores.shape[1] + candidates <= MOST
 
 
-def choose_(candidates: Candidates, state: State, rules: Rules, new_tokens: Tensor) -> Chosen:
-    """Choose the running beams and finished hypotheses of a step; updates `state` in place.
+def choose_(values: Tensor, indices: Tensor, vocabulary: int, step: Step) -> Chosen:
+    """Choose the running beams and finished hypotheses of a step; updates its state in place.
 
     Of equal values the first candidate wins, and an old hypothesis wins over a candidate.
 
     Args:
-        candidates: the candidates of the step.
-        state: the state before the step.
-        rules: the finishing rules.
-        new_tokens: (1,) int64, the number of new tokens of a candidate.
+        values: (B, K) fp32, of the candidates, descending.
+        indices: (B, K) int64, beam * V + token, as `ops.selection.kbest` returns them.
+        vocabulary: V.
+        step: what else the choice depends on.
     """
-    (b, k), m = candidates.values.shape, state.finished.shape[1]
-    values, beam, token, hits = (each.contiguous() for each in candidates)
-    parents, tokens, order = beam.new_empty(3, b, m).unbind()
-    flags, over = hits.new_empty(4, b), _bytes(state.over)
+    b, k = values.shape
+    arguments, constants, chosen = _arguments(b, k, vocabulary, step)
     launch(
-        _choose_kernel, (b,), values, beam, token, _bytes(hits), state.scores, state.finished,
-        _bytes(state.done), _bytes(state.improvable), over, rules.powers, new_tokens, parents,
-        tokens, order, _bytes(flags), k, rules.far, rules.never, BEAMS=m,
-        CANDIDATES=power_of_two(k), ALL=power_of_two(m + k), EARLY=rules.stops_early,
-        DIVIDED=values.device.type != "cuda", num_warps=1 if m + k <= 128 else 4,
+        _choose_kernel, (b,), values.contiguous(), indices.contiguous(), *arguments, **constants,
+        CANDIDATES=power_of_two(k), num_warps=1 if step.state.scores.shape[1] + k <= 128 else 4,
     )  # fmt: skip
+    return chosen
+
+
+def kbest_and_choose_(logits: Tensor, k: int, updates: LogitsUpdates, step: Step) -> Chosen:
+    """Return `choose_` of the k best continuations, in as many launches as these need.
+
+    Args:
+        logits: (B, M, V), as `kbest` takes them.
+        k: the number of candidates.
+        updates: as in `kbest`; the running scores are those of the state.
+        step: as in `choose_`.
+    """
+    scores, vocabulary = step.state.scores, logits.shape[2]
+    changes, banned, forced = updates
+    changed = 0 if changes is None else changes.tokens.shape[1]
+    able = lambda: kbest.covered(logits, scores, k, changed)  # noqa: E731
+    if not use_triton("kbest", able, logits, scores, banned, forced):
+        values, indices, _ = kbest.kbest(logits, scores, k, updates)
+        return choose_(values, indices, vocabulary, step)
+    merging = kbest_kernels.first_launch(logits, scores, k, None, 1.0, *updates)
+    arguments, constants, chosen = _arguments(len(scores), k, vocabulary, step)
+    constants["ALL_BEAMS"] = merging.constants["BEAMS"]
     launch(
-        _over_kernel, (1,), _bytes(flags), over, b, EARLY=rules.stops_early,
-        BLOCK=max(32, power_of_two(b)), num_warps=1 if b <= 256 else 4,
+        _kbest_and_choose_kernel, (len(scores),), merging.values, merging.indices, merging.pointers,
+        merging.counts, merging.strides, arguments, **(merging.constants | constants),
     )  # fmt: skip
-    return Chosen(parents, tokens, order, flags)
+    return chosen
+
+
+def _arguments(
+    b: int, k: int, vocabulary: int, step: Step
+) -> tuple[tuple[object, ...], dict[str, int], Chosen]:
+    """Return what the kernel takes besides the candidates, its constants, and its results."""
+    ends, last, sentences, state, rules, new_tokens = step
+    m = state.scores.shape[1]
+    running, candidates = sentences.new_empty(4, b, m), sentences.new_empty(3, b, k)
+    parents, tokens, rows, order = running.unbind()
+    beam, token, row = candidates.unbind()
+    flags = state.done.new_empty(4, b)
+    arguments = (
+        sentences, sentences if ends is None else ends, state.scores, state.finished,
+        _bytes(state.done), _bytes(state.improvable), _bytes(state.over), rules.powers, new_tokens,
+        counters(sentences.device, 1), running, candidates, _bytes(flags), k, vocabulary,
+        0 if ends is None else len(ends), int(last), rules.far, rules.never,
+    )  # fmt: skip
+    constants = {
+        "BEAMS": m, "ALL": power_of_two(m + k), "EARLY": rules.stops_early,
+        "DIVIDED": sentences.device.type != "cuda",
+    }  # fmt: skip
+    return arguments, constants, Chosen(parents, tokens, rows, order, beam, token, row, flags)
 
 
 class Slots(NamedTuple):
@@ -210,15 +281,16 @@ def _bytes(flags: Tensor) -> Tensor:
     return flags.view(torch.uint8)
 
 
-@jit("candidates", "far")
+@jit("candidates", "vocabulary", "ends", "last", "far")
 def _choose_kernel(
-    values_ptr, beam_ptr, token_ptr, hits_ptr, scores_ptr, finished_ptr, done_ptr, improvable_ptr,
-    over_ptr, powers_ptr, new_tokens_ptr, parents_ptr, tokens_ptr, order_ptr, flags_ptr, candidates,
-    far, never, BEAMS: constexpr, CANDIDATES: constexpr, ALL: constexpr, EARLY: constexpr,
-    DIVIDED: constexpr,
+    values_ptr, indices_ptr, sentences_ptr, ends_ptr, scores_ptr, finished_ptr, done_ptr,
+    improvable_ptr, over_ptr, powers_ptr, new_tokens_ptr, ended_ptr, running_ptr, candidates_ptr,
+    flags_ptr, candidates, vocabulary, ends, last, far, never, BEAMS: constexpr,
+    CANDIDATES: constexpr, ALL: constexpr, EARLY: constexpr, DIVIDED: constexpr,
 ):  # fmt: skip
     """Rank the candidates and finished hypotheses of one sentence."""
     sentence, sentences = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    first_row = tl.load(sentences_ptr + sentence) * BEAMS
     new_tokens = tl.load(new_tokens_ptr)
     power = tl.load(powers_ptr + new_tokens)
     far_power = tl.load(powers_ptr + tl.where(far > 0, far, new_tokens))
@@ -228,26 +300,34 @@ def _choose_kernel(
     old, new = slot < BEAMS, (slot >= BEAMS) & (slot < BEAMS + candidates)
     finished = tl.load(finished_ptr + sentence * BEAMS + slot, mask=old, other=0.0)
     done = tl.load(done_ptr + sentence * BEAMS + slot, mask=old, other=0) != 0
-    ended = (
-        tl.load(hits_ptr + first_candidate + slot - BEAMS, mask=new & (slot < 2 * BEAMS), other=0)
-        != 0
-    )
     ending = tl.load(values_ptr + first_candidate + slot - BEAMS, mask=new, other=0.0)
+    last_token = tl.load(indices_ptr + first_candidate + slot - BEAMS, mask=new, other=0)
+    ended = _ends(last_token % vocabulary, ends_ptr, ends, last) & new & (slot < 2 * BEAMS)
     candidate = tl.arange(0, CANDIDATES)
     inside = candidate < candidates
     value = tl.load(values_ptr + first_candidate + candidate, mask=inside, other=0.0)
-    hit = tl.load(hits_ptr + first_candidate + candidate, mask=inside, other=1) != 0
+    index = tl.load(indices_ptr + first_candidate + candidate, mask=inside, other=0)
+    beam, token = index // vocabulary, index % vocabulary
+    hit = _ends(token, ends_ptr, ends, last) | (candidate >= candidates)
+    column = sentences.to(tl.int64) * candidates  # from one row of `candidates_ptr` to the next
+    candidates_ptr += first_candidate + candidate
+    tl.store(candidates_ptr, beam, mask=inside)
+    tl.store(candidates_ptr + column, token, mask=inside)
+    tl.store(candidates_ptr + 2 * column, first_row + beam, mask=inside)
     tl.debug_barrier()  # finish all reads before other threads write the same addresses
 
     lowest = -0x7FFFFFFFFFFFFFFF
     key = tl.where(inside, key_of(tl.where(hit, value + never, value), candidate), lowest)
     first = value_of(tl.max(key, 0))
+    column = sentences.to(tl.int64) * BEAMS
+    running_ptr += sentence * BEAMS
     for i in range(BEAMS):
         best = tl.max(key, 0)
         key = tl.where(key == best, lowest, key)
-        chosen = first_candidate + index_of(best)
-        tl.store(parents_ptr + sentence * BEAMS + i, tl.load(beam_ptr + chosen))
-        tl.store(tokens_ptr + sentence * BEAMS + i, tl.load(token_ptr + chosen))
+        chosen = tl.load(indices_ptr + first_candidate + index_of(best))
+        tl.store(running_ptr + i, chosen // vocabulary)
+        tl.store(running_ptr + column + i, chosen % vocabulary)
+        tl.store(running_ptr + 2 * column + i, first_row + chosen // vocabulary)
         tl.store(scores_ptr + sentence * BEAMS + i, value_of(best))
 
     full = tl.sum(tl.where(old & (done == 0), 1, 0), 0) == 0
@@ -274,7 +354,7 @@ def _choose_kernel(
         is_done = tl.sum(tl.where(slot == source, done.to(tl.int32), 0), 0)
         changed += tl.where(source != i, 1, 0)
         open_slots += 1 - is_done
-        tl.store(order_ptr + sentence * BEAMS + i, source.to(tl.int64))
+        tl.store(running_ptr + 3 * column + i, source.to(tl.int64))
         tl.store(finished_ptr + sentence * BEAMS + i, worst)
         tl.store(done_ptr + sentence * BEAMS + i, is_done.to(tl.uint8))
 
@@ -288,27 +368,63 @@ def _choose_kernel(
     tl.store(flags_ptr + sentences + sentence, still_improvable)
     tl.store(flags_ptr + 2 * sentences + sentence, (open_slots == 0).to(tl.uint8))
     tl.store(flags_ptr + 3 * sentences + sentence, tl.min(hit.to(tl.int32), 0).to(tl.uint8))
+    tl.debug_barrier()  # all writes of this program precede its increment of the counter
+    if tl.atomic_add(ended_ptr, 1, sem="acq_rel") == sentences - 1:
+        _decide_over(flags_ptr, over_ptr, sentences, EARLY, 128)
+        tl.store(ended_ptr, 0)  # reset for the next launch
 
 
-@jit("sentences")
-def _over_kernel(flags_ptr, over_ptr, sentences, EARLY: constexpr, BLOCK: constexpr):
+@jit("counts", "choosing")
+def _kbest_and_choose_kernel(
+    values_ptr, indices_ptr, pointers, counts, strides, choosing, K: constexpr, KEPT: constexpr,
+    GROUP: constexpr, SLOTS: constexpr, ALL_BEAMS: constexpr, BEAMS: constexpr, PARTS: constexpr,
+    CANDIDATES: constexpr, CHANGES: constexpr, BIAS: constexpr, TAKEN_OUT: constexpr,
+    BANNED: constexpr, FORCED: constexpr, SUMMED: constexpr, WITHOUT_NAN: constexpr, ALL: constexpr,
+    EARLY: constexpr, DIVIDED: constexpr,
+):  # fmt: skip
+    """Rank the k best of one sentence, then choose among them."""
+    merge(
+        *pointers, *counts, *strides, K, KEPT, GROUP, SLOTS, ALL_BEAMS, PARTS, CANDIDATES, CHANGES,
+        BIAS, TAKEN_OUT, BANNED, FORCED, SUMMED, WITHOUT_NAN,
+    )  # fmt: skip
+    tl.debug_barrier()  # one thread has written what all of them read
+    _choose_kernel(values_ptr, indices_ptr, *choosing, BEAMS, SLOTS, ALL, EARLY, DIVIDED)
+
+
+@jit()
+def _ends(token, ends_ptr, ends, last):
+    """Return which tokens end a hypothesis; all of them do if `last` is 1."""
+    found = tl.full(token.shape, 0, tl.int1) | (last != 0)
+    for i in range(ends):
+        found = found | (token == tl.load(ends_ptr + i))
+    return found
+
+
+@jit()
+def _decide_over(flags_ptr, over_ptr, sentences, EARLY: constexpr, BLOCK: constexpr):
     """Decide whether the search is over, and write it to the fourth flag of every sentence.
 
     On entry that flag says whether all candidates of the sentence end.
     """
-    sentence = tl.arange(0, BLOCK)
-    inside = sentence < sentences
-    flags_ptr += sentence
-    improvable = tl.max(tl.load(flags_ptr + sentences, mask=inside, other=0).to(tl.int32), 0)
-    full = tl.min(tl.load(flags_ptr + 2 * sentences, mask=inside, other=1).to(tl.int32), 0)
-    all_hit = tl.min(tl.load(flags_ptr + 3 * sentences, mask=inside, other=1).to(tl.int32), 0)
-    over = (1 - improvable) | all_hit
+    improvable = tl.zeros([BLOCK], tl.uint8)
+    full, all_hit = tl.full([BLOCK], 1, tl.uint8), tl.full([BLOCK], 1, tl.uint8)
+    for start in range(0, sentences, BLOCK):
+        sentence = start + tl.arange(0, BLOCK)
+        inside = sentence < sentences
+        flag_ptr = flags_ptr + sentence
+        improvable |= tl.load(flag_ptr + sentences, mask=inside, other=0, cache_modifier=".cg")
+        full &= tl.load(flag_ptr + 2 * sentences, mask=inside, other=1, cache_modifier=".cg")
+        all_hit &= tl.load(flag_ptr + 3 * sentences, mask=inside, other=1, cache_modifier=".cg")
+    over = (tl.max(improvable.to(tl.int32), 0) == 0) | (tl.min(all_hit.to(tl.int32), 0) == 1)
     if EARLY:
-        over = over | full
-    over = over | tl.load(over_ptr).to(tl.int32)
-    tl.store(over_ptr, over.to(tl.uint8))
+        over = over | (tl.min(full.to(tl.int32), 0) == 1)
+    over = (over | (tl.load(over_ptr) != 0)).to(tl.uint8)
     tl.debug_barrier()  # several threads may hold the flags
-    tl.store(flags_ptr + 3 * sentences, tl.broadcast_to(over.to(tl.uint8), [BLOCK]), mask=inside)
+    tl.store(over_ptr, over)
+    for start in range(0, sentences, BLOCK):
+        sentence = start + tl.arange(0, BLOCK)
+        flag_ptr = flags_ptr + 3 * sentences + sentence
+        tl.store(flag_ptr, tl.broadcast_to(over, [BLOCK]), mask=sentence < sentences)
 
 
 @jit("candidates", "end")

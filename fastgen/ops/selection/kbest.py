@@ -225,7 +225,7 @@ def kbest(
     ):
         found = f"scratch {tuple(scratch.shape)} in {scratch.dtype}"
         raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
-    able = lambda: _covered(  # noqa: E731
+    able = lambda: covered(  # noqa: E731
         logits, scores, k, 0 if changes is None else changes.tokens.shape[1]
     )
     able_in_c = lambda: (  # noqa: E731
@@ -282,7 +282,7 @@ def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
             f"{tuple(scores.shape)} (B, M)"
         )
     _, m, v = log_probs.shape
-    able = lambda: 1 <= k <= m * v and _covered(log_probs, scores, k)  # noqa: E731
+    able = lambda: 1 <= k <= m * v and covered(log_probs, scores, k)  # noqa: E731
     backend = chosen("kbest", able, lambda: _covered_in_c(log_probs, scores, k), log_probs, scores)
     if backend is TRITON:
         return kernels.run(log_probs, scores, k, normalised=True)[:2]
@@ -330,8 +330,13 @@ def _argmax_in_groups(logits: Tensor) -> Tensor:
     )[:, 0]
 
 
-def _covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:
-    """Whether the kernels cover these shapes and dtypes."""
+def covered(logits: Tensor, scores: Tensor, k: int, changed: int = 0) -> bool:
+    """Return whether the kernels cover these shapes and dtypes.
+
+    Args:
+        logits: as in `kbest`, like scores and k.
+        changed: N of a sparse update.
+    """
     return (
         logits.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and scores.dtype == torch.float32

@@ -26,6 +26,8 @@ Sources: Wang et al. 2021 (LightSeq), section 2.2 (groups); Hoang et al. 2018 (A
 (fusion).
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -49,6 +51,28 @@ PEELED = 2
 
 Changed = tuple[Tensor, Tensor, Tensor]
 """Tokens (R, N) int64, their factors and offsets (R, N) fp32."""
+
+
+class Merge(NamedTuple):
+    """The second launch of k-best: arguments of `merge` and its results.
+
+    Attributes:
+        pointers: tensors.
+        counts: numbers that Triton must not specialise.
+        strides: strides of rows, and the inverse of the temperature.
+        constants: constants by name, and the number of warps.
+        values: (B, k) fp32.
+        indices: (B, k) int64.
+        normalisers: (B, M) fp32.
+    """
+
+    pointers: tuple[Tensor, ...]
+    counts: tuple[int, ...]
+    strides: tuple[int | float, ...]
+    constants: dict[str, int]
+    values: Tensor
+    indices: Tensor
+    normalisers: Tensor
 
 
 def group_size(beams: int, vocabulary: int, k: int, changed: int = 0) -> int | None:
@@ -102,6 +126,29 @@ def run(
     Returns:
         values (B, k) fp32, indices (B, k) int64, normalisers (B, M) fp32 or None if `normalised`.
     """
+    merging = first_launch(
+        logits, scores, k, bias, temperature, changes, banned, forced, normalised, without_nan,
+        group,
+    )  # fmt: skip
+    pointers, counts, strides, constants, values, indices, normalisers = merging
+    launch(_merge_kernel, (len(values),), *pointers, *counts, *strides, **constants)
+    return values, indices, None if normalised else normalisers
+
+
+def first_launch(
+    logits: Tensor,
+    scores: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    changes: Changed | None = None,
+    banned: Tensor | None = None,
+    forced: Tensor | None = None,
+    normalised: bool = False,
+    without_nan: bool = False,
+    group: int | None = None,
+) -> Merge:
+    """Run the first kernel and return the arguments of the second; arguments as `run`."""
     b, m, v = logits.shape
     count = 0 if changes is None else changes[0].shape[1]
     if group is None:
@@ -143,18 +190,24 @@ def run(
     forces, forced = forced is not None, indices if forced is None else forced.contiguous()
     beams = power_of_two(m)
     tile = beams * power_of_two(max(groups, parts * kept, count))
-    launch(
-        _merge_kernel, (b,), *inputs, rows if banned is None else banned, scores.contiguous(),
-        found, highest, sums, *(t.contiguous() for t in new), forced, values, indices, normalisers,
-        m, v, parts, groups, count, *strides, 0 if banned is None else banned.stride(0),
-        1.0 / temperature, K=k, KEPT=kept, GROUP=group, SLOTS=power_of_two(k), BEAMS=beams,
-        PARTS=power_of_two(parts), CANDIDATES=power_of_two(groups if group else parts * kept),
-        CHANGES=power_of_two(count) if count else 0, BIAS=bias is not None,
-        TAKEN_OUT=excluded is not None, BANNED=banned is not None, FORCED=forces,
-        SUMMED=not normalised, WITHOUT_NAN=without_nan,
-        num_warps=4 if tile <= 1024 else 8 if tile <= 4096 else 16,
+    pointers = (
+        *inputs, rows if banned is None else banned, scores.contiguous(), found, highest, sums,
+        *(t.contiguous() for t in new), forced, values, indices, normalisers,
     )  # fmt: skip
-    return values, indices, None if normalised else normalisers
+    constants = {
+        "K": k, "KEPT": kept, "GROUP": group, "SLOTS": power_of_two(k), "BEAMS": beams,
+        "PARTS": power_of_two(parts),
+        "CANDIDATES": power_of_two(groups if group else parts * kept),
+        "CHANGES": power_of_two(count) if count else 0, "BIAS": bias is not None,
+        "TAKEN_OUT": excluded is not None, "BANNED": banned is not None, "FORCED": forces,
+        "SUMMED": not normalised, "WITHOUT_NAN": without_nan,
+        "num_warps": 4 if tile <= 1024 else 8 if tile <= 4096 else 16,
+    }  # fmt: skip
+    return Merge(
+        pointers, (m, v, parts, groups, count),
+        (*strides, 0 if banned is None else banned.stride(0), 1.0 / temperature), constants,
+        values, indices, normalisers,
+    )  # fmt: skip
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -428,3 +481,7 @@ def _merge_kernel(
         best_forced = tl.where(best_forced == best, -0x7FFFFFFFFFFFFFFF, best_forced)
         tl.store(values_ptr + sentence * K + i, value_of(best))
         tl.store(indices_ptr + sentence * K + i, index_of(best).to(tl.int64))
+
+
+merge = _merge_kernel
+"""The second kernel, as a function that other kernels call."""

@@ -17,10 +17,14 @@ from fastgen.ops.dispatch import (
     jit,
     launch,
     power_of_two,
+    runs_kernels,
     tl,
     use_triton,
 )
-from fastgen.ops.selection.token_mask import add_bits, add_tokens_
+from fastgen.ops.selection.token_mask import add_bits, add_tokens_, empty_mask
+
+ONE_PROGRAM = 4096
+"""Largest number of n-grams of a row that one program of the kernel compares."""
 
 
 def ngram_block_reference(
@@ -129,6 +133,36 @@ def ngram_mask_(
     return add_tokens_(mask, torch.where(hit, follower, -1), vocabulary)
 
 
+def ngram_mask(
+    ids: Tensor,
+    n: int,
+    vocabulary: int,
+    source: Tensor | None = None,
+    length: Tensor | None = None,
+) -> Tensor:
+    """Return the tokens that `ngram_block_` would ban as a token mask, in one launch.
+
+    Args:
+        ids: as in `ngram_mask_`, like the other arguments.
+
+    Returns:
+        (R, ceil(V / 32)) int32.
+
+    Raises:
+        ValueError: n < 1, or the shapes do not fit.
+    """
+    texts = _checked(ids, ids, n, source)
+    starts = texts.shape[1] - n + 1
+    able = lambda: 0 < starts <= ONE_PROGRAM and ids.shape[1] >= n - 1  # noqa: E731
+    if not (runs_kernels(ids) and able() and use_triton("ngram_block", able, ids, texts)):
+        return ngram_mask_(
+            empty_mask(ids.shape[0], vocabulary, ids.device), ids, n, vocabulary, source, length
+        )
+    mask = ids.new_empty(ids.shape[0], cdiv(vocabulary, 32), dtype=torch.int32)
+    _launch(mask, ids, n, texts, vocabulary, 1, packed=True, length=length, fresh=True)
+    return mask
+
+
 def _checked(rows: Tensor, ids: Tensor, n: int, source: Tensor | None) -> Tensor:
     texts = ids if source is None else source
     if n < 1 or ids.shape[0] != rows.shape[0] or ids.shape[0] % max(1, texts.shape[0]):
@@ -178,14 +212,15 @@ def _launch(
     stride: int,
     packed: bool,
     length: Tensor | None = None,
+    fresh: bool = False,
 ) -> None:
     rows, starts = ids.shape[0], texts.shape[1] - n + 1
-    block = min(1024, power_of_two(starts))
+    block = min(ONE_PROGRAM if fresh else 1024, power_of_two(starts))
     launch(
         _ngram_kernel, (rows, cdiv(starts, block)), target, ids, texts, n,
         ids.shape[1] if length is None else length, starts, vocabulary, rows // texts.shape[0],
         target.stride(0), stride, ids.stride(0), ids.stride(1), texts.stride(0), texts.stride(1),
-        PACKED=packed, COUNTED=length is not None, OWN=texts is ids, BLOCK=block,
+        PACKED=packed, FRESH=fresh, COUNTED=length is not None, OWN=texts is ids, BLOCK=block,
     )  # fmt: skip
 
 
@@ -193,8 +228,9 @@ def _launch(
 def _ngram_kernel(
     target_ptr, ids_ptr, text_ptr, n, length, starts, vocabulary, rows_per_text, target_stride,
     token_stride, ids_stride, id_stride, text_stride, word_stride, PACKED: constexpr,
-    COUNTED: constexpr, OWN: constexpr, BLOCK: constexpr,
+    FRESH: constexpr, COUNTED: constexpr, OWN: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
+    """Ban tokens of one row; FRESH means that a single program writes all of its mask."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if COUNTED:
@@ -211,6 +247,13 @@ def _ngram_kernel(
             tl.load(text + (start + i) * word_stride, mask=inside, other=-1)
             == tl.load(newest + i * id_stride)
         )
+    if FRESH:
+        words = (vocabulary + 31) // 32
+        for first in range(0, words, 1024):
+            word = first + tl.arange(0, 1024)
+            none = tl.zeros([1024], tl.int32)
+            tl.store(target_ptr + row * target_stride + word, none, mask=word < words)
+        tl.debug_barrier()  # other threads add to these words
     if PACKED:
         add_bits(target_ptr + row * target_stride, follower, hit)
     else:
