@@ -78,10 +78,12 @@ def beam_attention_reference(
 
     Returns:
         (B, M, H, D) in the query's dtype.
+    Numerics: fp32 (fp64 for fp64) up to the weights, which are rounded to the dtype of the values.
     """
     groups = query.shape[2] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    scores = torch.einsum("bmhd,bhnd->bhmn", query, keys).mul(scale)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = torch.einsum("bmhd,bhnd->bhmn", query.to(wide), keys.to(wide)).mul(scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
@@ -92,9 +94,7 @@ def beam_attention_reference(
             scores.masked_fill(unseen, -torch.inf),
             values.masked_fill(unseen[:, None], 0.0),
         )
-    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
-        values.dtype
-    )
+    weights = torch.softmax(scores, -1).to(values.dtype)
     return torch.einsum("bhmn,bhnd->bmhd", weights, values)
 
 
