@@ -40,6 +40,7 @@ from fastgen.patches.transformers.generate.report import last_call
 
 LOOKS = ("machine", "call", "profile", "exact")
 NEW_TOKENS, PROFILED = 40, 8
+TINY_TOKENS = 16  # enough for steps to be captured
 
 
 class Looks:
@@ -137,9 +138,11 @@ class Looks:
             )
 
     def _cases(self) -> Iterator[Case]:
-        case = CASES["gpu_bart_large"].tiny() if self.session.tiny else CASES["gpu_bart_large"]
+        case, tokens = CASES["gpu_bart_large"], NEW_TOKENS
+        if self.session.tiny:
+            case, tokens = case.tiny(), TINY_TOKENS
         for batch in (1, case.batch):
-            yield replace(case, batch=batch, new_tokens=min(case.new_tokens, NEW_TOKENS))
+            yield replace(case, batch=batch, new_tokens=tokens)
 
     def _model(self, case: Case, dtype: torch.dtype) -> Any:
         if dtype not in self._models:

@@ -5,7 +5,10 @@ and compute nothing. Views and allocations do not count as launches.
 """
 
 import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import transformers as tf
 from torch import Tensor
 
 import fastgen
+from benchmarks import session, smoke
 from fastgen.models.cuda_graphs.replay import Replay
 from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
@@ -118,6 +122,38 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], 
         "_move_rows_kernel",
     } <= kernels
     fastgen.release()
+
+
+def test_smoke(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]
+) -> None:
+    """The close look at one model, which `make gpu` takes first, runs all of its parts."""
+    setting("FASTGEN_OPS", "reference")
+    Pretended(monkeypatch)
+    # A pretended device has no bandwidth, no driver and no kernels that a profiler sees.
+    monkeypatch.setattr(smoke, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(smoke, "profiled", lambda call, device: session.profiled(call, "cpu"))
+    monkeypatch.setattr(
+        smoke, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout="none"))
+    )
+    arguments = ["--device", "cuda", "--scale", "tiny", "--out", str(tmp_path)]
+    assert smoke.main(arguments) == 0
+    found = json.loads((tmp_path / "smoke.json").read_text("utf-8"))["result"]
+    assert set(found) == {
+        "machine",
+        *(f"{look}_batch{batch}" for look in ("call", "profile", "exact") for batch in (1, 3)),
+    }
+    assert found["machine"]["multiprocessors"] == 132
+    for batch in (1, 3):
+        call = found[f"call_batch{batch}"]
+        assert call["plan"]["graphs"], call["plan"]
+        assert len(call["seconds"]) == 3
+        first, second, third, _ = call["captured"].split("|")
+        assert first.split() == ["body", "select_tokens"]
+        assert second.split() == third.split() == ["select_tokens"]
+        assert call["over_floor"] > 0
+        assert found[f"exact_batch{batch}"]["equal"]
+        assert (tmp_path / found[f"profile_batch{batch}"]["table"]).is_file()
 
 
 def _bart(layers: int = 12) -> Any:
