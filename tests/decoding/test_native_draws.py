@@ -3,6 +3,7 @@
 The tokens, and the state in which torch's generator is left, must be those of transformers.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -263,6 +264,24 @@ def test_scores_that_are_no_numbers(variant: str, source: str) -> None:  # noqa:
         with torch.no_grad():
             model.final_logits_bias[0, 20] = bad
         assert isinstance(assert_same(model, kwargs).error, RuntimeError)
+
+
+def test_threads_that_sample_at_a_time(variant: str) -> None:  # noqa: F811
+    """While another thread samples, steps run one at a time: it reads the same generator."""
+    model = zoo.build("gpt2", torch.float32)
+    kwargs = zoo.batch(model, 2, 9) | DRAWS
+    for seed in range(2):
+        assert_same(model, kwargs, seed)
+    other: list[native_draws.Draws] = []
+    thread = threading.Thread(target=lambda: other.append(native_draws.Draws(())))
+    thread.start()
+    thread.join()
+    calls.clear()
+    assert assert_same(model, kwargs).error is None
+    assert calls["search", "native"] == 0
+    other.clear()
+    assert assert_same(model, kwargs).error is None
+    assert calls["search", "native"] > 0
 
 
 def test_dropout_in_training(variant: str) -> None:  # noqa: F811
