@@ -1,8 +1,9 @@
 """Measure single texts beside busy processes: `python -m benchmarks.busy`.
 
-Greedy search of one text at a time with a random Marian model, on one and on two threads, beside
-zero, one, two and four processes that compute without a pause. Rounds alternate between the thread
-counts. Prints the median time of a text in milliseconds.
+Greedy search of one text at a time with a random Marian model, on one and on two threads, and by
+transformers alone on two, beside zero, one, two and four processes, each of which computes on two
+threads without a pause. Rounds alternate between the three. Prints the median time of a text in
+milliseconds.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
 from transformers import MarianConfig, MarianMTModel
@@ -17,7 +19,8 @@ from transformers import MarianConfig, MarianMTModel
 import fastgen
 
 BUSY = (0, 1, 2, 4)
-THREADS = (1, 2)
+THREADS_OF_EACH = 2
+SIDES = {"fastgen, 1 thread": 1, "fastgen, 2 threads": 2, "transformers, 2 threads": 2}
 SPIN = "while True: pass"
 
 
@@ -40,15 +43,16 @@ def text_time(of: MarianMTModel, source: torch.Tensor, tokens: int) -> float:
     return time.perf_counter() - start
 
 
-def measure(of: MarianMTModel, rounds: int, tokens: int) -> dict[int, float]:
-    """Return the median milliseconds of a text for each number of threads."""
+def measure(of: MarianMTModel, rounds: int, tokens: int) -> dict[str, float]:
+    """Return the median milliseconds of a text for each side."""
     source = torch.randint(1, 15_000, (1, 24))
-    times: dict[int, list[float]] = {threads: [] for threads in THREADS}
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in range(rounds):
-        for threads in THREADS if number % 2 else THREADS[::-1]:
-            torch.set_num_threads(threads)
-            times[threads].append(text_time(of, source, tokens))
-    return {threads: 1000 * statistics.median(each) for threads, each in times.items()}
+        for side in SIDES if number % 2 else reversed(SIDES):
+            torch.set_num_threads(SIDES[side])
+            with nullcontext() if side.startswith("fastgen") else fastgen.disabled():
+                times[side].append(text_time(of, source, tokens))
+    return {side: 1000 * statistics.median(each) for side, each in times.items()}
 
 
 def main() -> None:
@@ -60,14 +64,15 @@ def main() -> None:
     of = model()
     measure(of, 4, arguments.tokens)
     for count in arguments.busy:
-        others = [subprocess.Popen([sys.executable, "-S", "-c", SPIN]) for _ in range(count)]
+        command = [sys.executable, "-S", "-c", SPIN]  # for each thread, as Python has one lock
+        others = [subprocess.Popen(command) for _ in range(THREADS_OF_EACH * count)]
         try:
             found = measure(of, arguments.rounds, arguments.tokens)
         finally:
             for other in others:
                 other.kill()
                 other.wait()
-        line = ", ".join(f"{each:6.0f} ms on {threads}" for threads, each in found.items())
+        line = ", ".join(f"{side} {each:6.0f} ms" for side, each in found.items())
         print(f"{count} busy processes: {line}", flush=True)
     print(f"operations in C: {fastgen.status().native}")
 

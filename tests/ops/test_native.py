@@ -463,7 +463,7 @@ def test_without_torchs_threads(
     """Operations run on one thread, when requested, if torch's OpenMP library lacks a function."""
     by = native.found().library
     assert by is not None
-    alone = native.Found(variant, by._replace(run=0, wait=0))
+    alone = native.Found(variant, by._replace(run=0))
     monkeypatch.setattr(native, "found", lambda: alone)
     monkeypatch.setattr(native, "threads_for", lambda work: 3)
     assert native.library() is None

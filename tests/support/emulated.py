@@ -64,7 +64,6 @@ def load() -> native.Library:
         **{name: partial(emulator.call, name) for name in native.SIGNATURES},
         panel=emulator.call("panel"),
         run=emulator.address("GOMP_parallel"),
-        wait=emulator.address("GOMP_barrier"),
     )
 
 

@@ -44,10 +44,10 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "log_softmax": (*[_POINTER] * 2, *[_INTEGER] * 3),
     "k_best": (*[_POINTER] * 7, *[_INTEGER] * 7),
     "product": (*[_POINTER] * 5, *[_INTEGER] * 6),
-    "step": (_POINTER, _POINTER),
-    "search_beams": (*[_POINTER] * 4,),
-    "search_first_finished": (*[_POINTER] * 4,),
-    "search_rows": (*[_POINTER] * 8, _INTEGER),
+    "step": (_POINTER,),
+    "search_beams": (*[_POINTER] * 3,),
+    "search_first_finished": (*[_POINTER] * 3,),
+    "search_rows": (*[_POINTER] * 7, _INTEGER),
     "exponential_noise": (*[_POINTER] * 2, _INTEGER),
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
     "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 5),
@@ -75,7 +75,6 @@ class Library(NamedTuple):
     Attributes:
         panel: outputs per panel of a packed weight.
         run: address of the function that distributes work to torch's threads; 0 for one thread.
-        wait: address of the barrier of these threads.
     """
 
     beam_attention: Callable[..., int]
@@ -95,7 +94,6 @@ class Library(NamedTuple):
     add_repeats: Callable[..., None]
     panel: int
     run: int
-    wait: int
 
 
 class Found(NamedTuple):
@@ -157,7 +155,6 @@ def load(variant: str) -> Library:
         **operations,
         panel=handle.panel(),
         run=_runtime("GOMP_parallel"),
-        wait=_runtime("GOMP_barrier"),
     )
 
 

@@ -265,25 +265,26 @@ INLINE void attend(const Attention *job, Space *at, int64_t b, int64_t head, con
 OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
 #undef OF
 
-void work_on_attention(void *given) {
+void work_on_attention(void *given, Tasks *tasks) {
   Attention *job = given;
   /* The pitch has room for all keys, in whole vectors and whole stores of four, from any key on. */
   Space at = {.rows = job->beams * job->groups,
               .pitch = ((job->count + TOGETHER - 1) / WIDTH + 1) * WIDTH};
-  const int64_t tasks = job->sentences * job->key_heads;
+  const int64_t heads = job->sentences * job->key_heads;
   at.scores = malloc(4 * (at.rows * at.pitch + (at.rows + 1) * job->count));
   if (!at.scores) {
     __atomic_store_n(&job->without_memory, 1, __ATOMIC_RELAXED);
+    while (next(tasks) >= 0) {}
     return;
   }
   at.shared = (int32_t *)(at.scores + at.rows * at.pitch);
   at.own = at.shared + job->count;
   int64_t listed = -1;
-  for (int64_t chunk; (chunk = next(&job->next)) * job->at_once < tasks;)
+  for (int64_t chunk; (chunk = next(tasks)) >= 0;)
     for (int64_t i = 0; i < job->at_once; i++) {
-      const int64_t task = chunk * job->at_once + i;
-      const int64_t b = task / job->key_heads, head = task % job->key_heads;
-      if (task >= tasks) break;
+      const int64_t at_head = chunk * job->at_once + i;
+      const int64_t b = at_head / job->key_heads, head = at_head % job->key_heads;
+      if (at_head >= heads) break;
       if (job->new_keys) keep_newest(job, b, head);
       place_rows(job, &at, b, head);
       if (b != listed || job->mask_h) list_keys(job, &at);
@@ -298,10 +299,12 @@ void work_on_attention(void *given) {
   free(at.scores);
 }
 
-/* All heads of a sentence share its list of keys; with few sentences, threads share the heads. */
-void prepare_attention(Attention *job, unsigned threads) {
+/* All heads of a sentence share its list of keys; with few sentences, threads share the heads.
+ * Returns the number of tasks. */
+int64_t prepare_attention(Attention *job, unsigned threads) {
   job->at_once = threads > 1 && job->sentences < 4 * threads && !job->weights ? 1 : job->key_heads;
-  job->next = job->without_memory = 0;
+  job->without_memory = 0;
+  return (job->sentences * job->key_heads + job->at_once - 1) / job->at_once;
 }
 
 /* fp32; arguments as those of `Attention`. Returns 0 if there was no memory for the scores. */
@@ -319,7 +322,6 @@ int beam_attention(parallel run, unsigned threads, float *out, const float *quer
       .query_h = query_h, .keys_b = keys_b, .keys_h = keys_h, .keys_n = keys_n,
       .values_b = values_b, .values_h = values_h, .values_n = values_n, .mask_b = mask_b,
       .mask_h = mask_h, .mask_m = mask_m};
-  prepare_attention(&job, threads);
-  in_parallel(run, threads, work_on_attention, &job);
+  in_parallel(run, threads, work_on_attention, &job, prepare_attention(&job, threads));
   return !job.without_memory;
 }

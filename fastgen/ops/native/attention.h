@@ -4,6 +4,7 @@
 #define ATTENTION_H
 
 #include "dtype.h"
+#include "team.h"
 
 enum { ROWS = 128 }; /* most beams times query heads per key head */
 
@@ -20,11 +21,11 @@ typedef struct {
   int64_t out_b, query_b, query_m, query_h, keys_b, keys_h, keys_n, values_b, values_h, values_n;
   int64_t mask_b, mask_h, mask_m, bias_b, bias_h;
   int64_t new_row;                    /* between the newest keys, and values, of two beams */
-  int64_t at_once, next;              /* heads per task; the next task */
+  int64_t at_once;                    /* heads per task */
   int without_memory;                 /* whether a thread could not allocate its scores */
 } Attention;
 
-void prepare_attention(Attention *job, unsigned threads);
-void work_on_attention(void *job);
+int64_t prepare_attention(Attention *job, unsigned threads);
+void work_on_attention(void *job, Tasks *tasks);
 
 #endif

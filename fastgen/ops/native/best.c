@@ -10,7 +10,7 @@ _Static_assert(BLOCK % 32 == 0, "a block has whole words of a token mask");
 typedef struct {
   float *out;
   const float *in;
-  int64_t rows, vocabulary, in_row, next;
+  int64_t rows, vocabulary, in_row;
 } Softmax;
 
 /* The last numbers of a row, where they do not fill a vector, and -inf. */
@@ -43,10 +43,10 @@ static Shift shift_of(const float *in, int64_t V) {
   return (Shift){top, logf(sum(total[0]))};
 }
 
-static void normalise(void *given) {
+static void normalise(void *given, Tasks *tasks) {
   Softmax *job = given;
   const int64_t V = job->vocabulary, whole = V / WIDTH * WIDTH;
-  for (int64_t r; (r = next(&job->next)) < job->rows;) {
+  for (int64_t r; (r = next(tasks)) >= 0;) {
     const float *in = job->in + r * job->in_row;
     float *out = job->out + r * V;
     const Shift by = shift_of(in, V);
@@ -58,8 +58,8 @@ static void normalise(void *given) {
 /* in: (rows, V), rows `in_row` elements apart; out: (rows, V) contiguous, or in itself. */
 void log_softmax(parallel run, unsigned threads, float *out, const float *in, int64_t rows, int64_t vocabulary,
                  int64_t in_row) {
-  Softmax job = {out, in, rows, vocabulary, in_row, 0};
-  in_parallel(run, threads, normalise, &job);
+  Softmax job = {out, in, rows, vocabulary, in_row};
+  in_parallel(run, threads, normalise, &job, rows);
 }
 
 typedef struct {
@@ -68,7 +68,7 @@ typedef struct {
   Shift *shifts; /* (B, M); NULL where log-probabilities are given */
   const float *in, *scores;
   const uint32_t *banned; /* sets of tokens, a bit for each, or NULL */
-  int64_t sentences, beams, vocabulary, wanted, in_b, in_m, banned_row, next;
+  int64_t sentences, beams, vocabulary, wanted, in_b, in_m, banned_row;
   int undefined; /* whether a sum is NaN */
 } Best;
 
@@ -90,10 +90,10 @@ static int any_banned(const uint32_t *banned, int64_t first, int64_t end) {
 INLINE float summed(float x, Shift by, float score) { return x - by.top - by.log_total + score; }
 
 /* The highest sum of each block of tokens, row by row. */
-static void find_maxima(void *given) {
+static void find_maxima(void *given, Tasks *tasks) {
   Best *job = given;
   const int64_t V = job->vocabulary, G = blocks_of(V);
-  for (int64_t r; (r = next(&job->next)) < job->sentences * job->beams;) {
+  for (int64_t r; (r = next(tasks)) >= 0;) {
     const float *in = job->in + r / job->beams * job->in_b + r % job->beams * job->in_m, score = job->scores[r];
     const uint32_t *banned = banned_of(job, r);
     const Shift by = job->shifts ? job->shifts[r] = shift_of(in, V) : (Shift){0.0f, 0.0f};
@@ -134,10 +134,10 @@ INLINE void put(float *values, int64_t *indices, int64_t K, float value, int64_t
 }
 
 /* The K highest sums of a sentence lie in the K blocks with the highest maxima, or equal what is there. */
-static void rank(void *given) {
+static void rank(void *given, Tasks *tasks) {
   Best *job = given;
   const int64_t V = job->vocabulary, G = blocks_of(V), K = job->wanted, M = job->beams;
-  for (int64_t b; (b = next(&job->next)) < job->sentences;) {
+  for (int64_t b; (b = next(tasks)) >= 0;) {
     const float *maxima = job->maxima + b * M * G;
     float *values = job->values + b * K;
     int64_t *indices = job->indices + b * K;
@@ -169,10 +169,9 @@ int k_best(parallel run, unsigned threads, float *values, int64_t *indices, floa
   Best job = {.values = values, .maxima = maxima, .indices = indices, .shifts = (Shift *)shifts, .in = in,
               .scores = scores, .banned = banned, .sentences = sentences, .beams = beams, .vocabulary = vocabulary,
               .wanted = wanted, .in_b = in_b, .in_m = in_m, .banned_row = banned_row};
-  in_parallel(run, threads, find_maxima, &job);
+  in_parallel(run, threads, find_maxima, &job, sentences * beams);
   if (job.undefined) return 0;
-  job.next = 0;
-  in_parallel(run, threads, rank, &job);
+  in_parallel(run, threads, rank, &job, sentences);
   for (int64_t i = 0; i < sentences * wanted; i++)
     if (i % wanted && values[i] == values[i - 1]) return 0;
   return 1;

@@ -3,7 +3,7 @@
 #ifndef CHOICE_H
 #define CHOICE_H
 
-#include "vector.h"
+#include "team.h"
 
 enum { LEAST_BLOCK = 64 }; /* least tokens per maximum that `k_best` notes; as ops/native/__init__.py has it */
 

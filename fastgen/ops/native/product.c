@@ -125,8 +125,8 @@ INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, i
 static int64_t blocks_of(const Product *job) { return (job->rows + TALL - 1) / TALL; }
 
 /* Divides the work: with few rows so that all threads have tasks, with many so that panels are read
- * as few times as possible. */
-void prepare_product(Product *job, unsigned threads) {
+ * as few times as possible. Returns the number of tasks. */
+int64_t prepare_product(Product *job, unsigned threads) {
   const int64_t panels = (job->outputs + PANEL - 1) / PANEL, blocks = blocks_of(job);
   const int64_t chunks = blocks ? (blocks + BLOCKS - 1) / BLOCKS : 1;
   job->chunk = blocks ? (blocks + chunks - 1) / chunks : 1;
@@ -136,7 +136,7 @@ void prepare_product(Product *job, unsigned threads) {
   const int64_t share = panels / (8 * threads);
   job->side = threads == 1 ? panels : share < SIDE ? share : SIDE;
   job->side = job->side < 1 ? 1 : job->side;
-  job->next = 0;
+  return (panels + job->side - 1) / job->side * ((blocks + job->chunk - 1) / job->chunk);
 }
 
 /* Multiplies a piece of a panel with all rows of a task. The first block prefetches the piece itself,
@@ -168,12 +168,11 @@ INLINE void multiply_panel(const Product *job, int64_t p, int64_t first, int64_t
   }
 }
 
-void work_on_product(void *given) {
+void work_on_product(void *given, Tasks *tasks) {
   Product *job = given;
   const int64_t blocks = blocks_of(job), panels = (job->outputs + PANEL - 1) / PANEL;
   const int64_t sides = (panels + job->side - 1) / job->side;
-  const int64_t tasks = sides * ((blocks + job->chunk - 1) / job->chunk);
-  for (int64_t task; (task = next(&job->next)) < tasks;) {
+  for (int64_t task; (task = next(tasks)) >= 0;) {
     const int64_t first = task / sides * job->chunk, begin = task % sides * job->side;
     const int64_t last = first + job->chunk < blocks ? first + job->chunk : blocks;
     const int64_t end = begin + job->side < panels ? begin + job->side : panels;
@@ -189,6 +188,5 @@ void product(parallel run, unsigned threads, float *out, const float *x, const v
   Product job = {.out = out, .x = x, .panels = panels, .bias = bias, .residual = residual,
                  .rows = rows, .outputs = outputs, .inputs = inputs, .out_row = outputs,
                  .x_row = x_row, .residual_row = outputs, .behind = behind, .dtype = dtype};
-  prepare_product(&job, threads);
-  in_parallel(run, threads, work_on_product, &job);
+  in_parallel(run, threads, work_on_product, &job, prepare_product(&job, threads));
 }

@@ -4,6 +4,7 @@
 #define PRODUCT_H
 
 #include "dtype.h"
+#include "team.h"
 
 /* Activation functions after a product; ops/native/__init__.py has the same codes. */
 enum { NOTHING, RELU, GELU, GELU_TANH, SILU };
@@ -19,11 +20,11 @@ typedef struct {
   int64_t rows, outputs, inputs;
   int64_t out_row, x_row, residual_row, gate_row; /* elements from one row to the next */
   int64_t behind, dtype;
-  int64_t chunk, side, next; /* blocks of rows, and panels, of a task; the next task */
+  int64_t chunk, side; /* blocks of rows, and panels, of a task */
 } Product;
 
-void prepare_product(Product *job, unsigned threads);
-void work_on_product(void *job);
+int64_t prepare_product(Product *job, unsigned threads);
+void work_on_product(void *job, Tasks *tasks);
 void product(parallel run, unsigned threads, float *out, const float *x, const void *panels,
              const void *bias, const float *residual, int64_t rows, int64_t outputs, int64_t inputs,
              int64_t x_row, int64_t behind, int64_t dtype);

@@ -84,15 +84,15 @@ typedef struct {
   const float *logits;
   const uint32_t *banned;
   const Texts *texts;
-  int64_t *tokens, rows, beams, vocabulary, next, threads;
+  int64_t *tokens, beams, vocabulary;
   char *held;
 } Highest;
 
-static void find(void *given) {
+static void find(void *given, Tasks *tasks) {
   Highest *job = given;
   const int64_t V = job->vocabulary;
-  float *held = job->held ? (float *)(job->held + next(&job->threads) * row_size(V)) : NULL;
-  for (int64_t r; (r = next(&job->next)) < job->rows;) {
+  float *held = job->held ? (float *)(job->held + tasks->thread * row_size(V)) : NULL;
+  for (int64_t r; (r = next(tasks)) >= 0;) {
     const float *scores = job->logits + r * V;
     int updated = 1;
     if (held) {
@@ -114,8 +114,8 @@ int find_highest(parallel run, unsigned threads, int64_t *tokens, const float *l
                  const uint32_t *banned, const Texts *texts, void *held, int64_t rows,
                  int64_t beams, int64_t vocabulary) {
   Highest job = {.logits = logits, .banned = banned, .texts = texts, .tokens = tokens,
-                 .rows = rows, .beams = beams, .vocabulary = vocabulary, .held = held};
-  in_parallel(run, threads, find, &job);
+                 .beams = beams, .vocabulary = vocabulary, .held = held};
+  in_parallel(run, threads, find, &job, rows);
   for (int64_t r = 0; r < rows; r++)
     if (tokens[r] < 0) return 0;
   return 1;

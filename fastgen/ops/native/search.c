@@ -21,10 +21,8 @@ enum { THREAD_WORK = 32 * 1024 }; /* as in ops/native/__init__.py */
 /* Seconds after which a call returns to Python, which may have signals to handle. */
 static const double PATIENCE = 0.1;
 
-static unsigned threads_for(const Decoder *model, int64_t work) {
-  const int64_t threads = work / THREAD_WORK;
-  return threads < 1 ? 1 : threads < model->threads ? (unsigned)threads : (unsigned)model->threads;
-}
+/* In place of `run`, for what the team of threads does that the search leads. */
+static const parallel OURS = NULL;
 
 static double seconds(void) {
   struct timespec now;
@@ -32,8 +30,9 @@ static double seconds(void) {
   return now.tv_sec + 1e-9 * now.tv_nsec;
 }
 
-static int may_go_on(const Decoder *model, const Texts *texts) {
-  return texts->made < texts->steps && (!texts->made || seconds() - model->began[0] < PATIENCE);
+static unsigned threads_for(const Decoder *model, int64_t work) {
+  const int64_t threads = work / THREAD_WORK;
+  return threads < 1 ? 1 : threads < model->threads ? (unsigned)threads : (unsigned)model->threads;
 }
 
 INLINE void add_row(float *out, const void *row, int64_t width, const int dtype) {
@@ -76,12 +75,26 @@ static int read_tokens(const Decoder *model, const Texts *texts, int64_t beams) 
   return 1;
 }
 
+/* The multiplications of an average product, or of the largest attention with `more` keys. */
+static int64_t work_of(const Decoder *model, int64_t more) {
+  const Step *step = model->step;
+  const Seen *seen = model->seen;
+  int64_t most = step->rows * model->work;
+  for (int64_t i = 0; i < step->sublayer_count; i++) {
+    const Sublayer *of = &step->sublayers[i];
+    if (of->kind == FEED_FORWARD) continue;
+    const int64_t keys = (seen++)->count + (of->kind == TEXT ? more : 0);
+    const int64_t work = step->rows * of->heads * of->dims * keys;
+    if (work > most) most = work;
+  }
+  return most;
+}
+
 /* Computes the logits of the newest tokens, whose keys and values take the next slots. Returns why
  * it could not. */
-static int make_logits(parallel run, barrier wait, Decoder *model, Texts *texts, int64_t beams) {
+static int make_logits(Decoder *model, Texts *texts, int64_t beams) {
   const Step *step = model->step;
-  const Rows *call = &step->calls[0];
-  int64_t most = step->rows * model->work, at = 0;
+  int64_t at = 0;
   model->began[texts->run] = seconds();
   if (!read_tokens(model, texts, beams)) return NO_ROW;
   for (int64_t i = 0; i < step->sublayer_count; i++) {
@@ -89,14 +102,12 @@ static int make_logits(parallel run, barrier wait, Decoder *model, Texts *texts,
     if (of->kind == FEED_FORWARD) continue;
     Seen *seen = &model->seen[at++];
     if (of->kind == TEXT) seen->slot = seen->count, seen->count += beams;
-    const int64_t work = call->sentences * beams * of->heads * of->dims * seen->count;
-    if (work > most) most = work;
   }
-  if (!step_at(run, threads_for(model, most), wait, step, texts->run)) return NO_MEMORY;
+  if (!step_at(OURS, threads_for(model, work_of(model, 0)), step, texts->run)) return NO_MEMORY;
   const int64_t C = step->width, V = model->head.outputs;
   if (model->head_scale != 1.0)
     WITH_DTYPE(step->dtype, scale_all, step->x, step->rows * C, (float)model->head_scale)
-  product(run, threads_for(model, step->rows * C * V), model->logits, step->x, model->head.panels,
+  product(OURS, threads_for(model, step->rows * C * V), model->logits, step->x, model->head.panels,
           model->head.bias, NULL, step->rows, V, C, C, NOTHING, step->dtype);
   if (model->positions)
     for (int64_t r = 0; r < step->rows; r++) model->position[r]++;
@@ -105,7 +116,7 @@ static int make_logits(parallel run, barrier wait, Decoder *model, Texts *texts,
 }
 
 /* Returns the sets of banned tokens, or NULL if there are none. */
-static const uint32_t *ban(parallel run, const Decoder *model, const Texts *texts, int64_t beams) {
+static const uint32_t *ban(const Decoder *model, const Texts *texts, int64_t beams) {
   const int64_t V = model->head.outputs, words = (V + 31) / 32, R = model->step->rows;
   if (!texts->sets) return NULL;
   for (int64_t r = 0; r < R; r++)
@@ -119,7 +130,7 @@ static const uint32_t *ban(parallel run, const Decoder *model, const Texts *text
       const int64_t *ids = texts->ids + b * texts->ids_b;
       const int64_t length = of->source ? of->source_length : texts->length;
       const int64_t *text = of->source ? of->source + b * of->source_b : ids;
-      add_repeats(run, threads_for(model, beams * length), texts->sets + b * beams * words, ids,
+      add_repeats(OURS, threads_for(model, beams * length), texts->sets + b * beams * words, ids,
                   text, beams, words, of->n, texts->length, length, V, of->source ? beams : 1,
                   texts->ids_m, texts->ids_m);
     }
@@ -194,24 +205,25 @@ static void list_tables(Table *tables, const Texts *texts, const Beams *job, con
 
 /* Moves the mask of each beam's slots to the beams that continue it, and opens the slots of the
  * newest tokens if there is room. */
-static int descend(parallel run, const Decoder *model, Sight *of, const int64_t *parents,
-                   int64_t B, int64_t M) {
+static int descend(const Decoder *model, Sight *of, const int64_t *parents, int64_t B,
+                   int64_t M) {
   Table seen = table_of(of->mask, 4, of->mask_b, of->mask_m, of->prefix, of->filled);
   of->open = of->filled + M <= of->room ? M : 0;
   seen.newest = (const char *)of->own, seen.newest_size = 4, seen.newest_m = M;
   seen.columns = of->open;
   const int64_t bytes = 4 * M * (of->filled + M);
-  return move_rows(run, threads_for(model, B * bytes / 4), &seen, parents, NULL, 1, B, M, M, bytes);
+  return move_rows(OURS, threads_for(model, B * bytes / 4), &seen, parents, NULL, 1, B, M, M,
+                   bytes);
 }
 
 /* Chooses by the logits. Texts, scores and finished hypotheses are all updated, or none of them. */
-static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams *job, Room *room,
+static int choose_beams(const Decoder *model, Texts *texts, Beams *job, Room *room,
                         int64_t B, int64_t M) {
   const int64_t K = job->candidates, V = model->head.outputs;
   const int64_t new_tokens = texts->length - texts->prompt + 1;
   const unsigned threads = threads_for(model, B * M * V);
-  const uint32_t *banned = ban(run, model, texts, M);
-  if (!k_best(run, threads, room->values, room->indices, room->maxima, room->shifts, model->logits,
+  const uint32_t *banned = ban(model, texts, M);
+  if (!k_best(OURS, threads, room->values, room->indices, room->maxima, room->shifts, model->logits,
               job->scores, banned, B, M, V, K + 1, M * V, V, (V + 31) / 32))
     return UNDECIDED;
   for (int64_t i = 0; i < B * K; i++) {
@@ -223,7 +235,7 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
   }
   const float power = (float)pow((double)new_tokens, job->penalty);
   const float far = job->far ? (float)pow((double)job->far, job->penalty) : power;
-  if (!choose(run, 1, room->candidates, room->beam, room->token, room->hits, job->finished_scores,
+  if (!choose(OURS, 1, room->candidates, room->beam, room->token, room->hits, job->finished_scores,
               job->finished_done, job->improvable, room->parents, room->tokens, room->order,
               room->running, room->merged, room->merged_done, room->flags, B, M, K,
               job->stops_early, (float)job->never, power, far))
@@ -235,12 +247,12 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
   const unsigned movers = threads_for(model, 2 * B * bytes / 4);
   if (changed) {
     list_tables(tables, texts, job, room->token, room->origin, K);
-    if (!move_rows(run, movers, tables, room->beam, room->order, 2, B, M, K, bytes))
+    if (!move_rows(OURS, movers, tables, room->beam, room->order, 2, B, M, K, bytes))
       return NO_MEMORY;
   }
   for (int64_t i = 0; i < B * M; i++) room->from[i] = room->parents[i] + job->sentences[i / M] * M;
   list_tables(tables, texts, job, room->tokens, room->from, M);
-  if (!move_rows(run, movers, tables, room->parents, NULL, 2, B, M, M, bytes)) return NO_MEMORY;
+  if (!move_rows(OURS, movers, tables, room->parents, NULL, 2, B, M, M, bytes)) return NO_MEMORY;
   memcpy(job->scores, room->running, 4 * B * M);
   memcpy(job->finished_scores, room->merged, 4 * B * M);
   memcpy(job->finished_done, room->merged_done, B * M);
@@ -250,7 +262,7 @@ static int choose_beams(parallel run, const Decoder *model, Texts *texts, Beams 
   int64_t leaving = 0;
   for (int64_t b = 0; b < B; b++)
     leaving += room->flags[2 * B + b] && (!room->flags[B + b] || job->stops_early);
-  if (!descend(run, model, &job->sight, room->parents, B, M)) return NO_MEMORY;
+  if (!descend(model, &job->sight, room->parents, B, M)) return NO_MEMORY;
   if (room->flags[3 * B] || leaving == B) return OVER;
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
 }
@@ -261,22 +273,53 @@ int64_t search_size(void) {
          sizeof(Sight) + sizeof(Beams) + sizeof(FirstFinished);
 }
 
-/* Runs steps of a beam search: the decoder, then the choice. Returns why it stopped. */
-int search_beams(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
-                 Beams *job) {
+/* A search, and why it stopped. */
+typedef struct {
+  Decoder *model;
+  Texts *texts;
+  void *job;
+  int found;
+} Search;
+
+static int goes_on(const Search *search) {
+  const Texts *texts = search->texts;
+  return search->found == GOES_ON && texts->made < texts->steps &&
+         (!texts->made || seconds() - search->model->began[0] < PATIENCE);
+}
+
+/* Runs a search on as many threads as its largest operation pays for. Returns why it stopped. */
+static int run_search(parallel run, unsigned threads, void (*work)(void *), Decoder *model,
+                      Texts *texts, void *job) {
+  Search search = {model, texts, job, GOES_ON};
+  const int64_t head = model->step->rows * model->step->width * model->head.outputs;
+  const int64_t others = work_of(model, texts->steps * model->step->calls[0].beams);
+  model->threads = threads;
+  threads = threads_for(model, head > others ? head : others);
+  do lead(run, threads, work, &search); /* again where its team has parted */
+  while (goes_on(&search));
+  return search.found;
+}
+
+static void work_on_beams(void *given) {
+  Search *search = given;
+  Decoder *model = search->model;
+  Beams *job = search->job;
   const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
   Room room;
   void *held = make_room(&room, B, M, job->candidates, model->head.outputs);
-  int found = held ? GOES_ON : NO_MEMORY;
-  model->threads = threads;
-  while (found == GOES_ON && may_go_on(model, texts)) {
-    found = make_logits(run, wait, model, texts, M);
-    if (found != GOES_ON) break;
+  search->found = held ? GOES_ON : NO_MEMORY;
+  while (goes_on(search) && !should_part()) {
+    search->found = make_logits(model, search->texts, M);
+    if (search->found != GOES_ON) break;
     job->sight.filled += M, job->sight.open = 0; /* this step has filled the open slots */
-    found = choose_beams(run, model, texts, job, &room, B, M);
+    search->found = choose_beams(model, search->texts, job, &room, B, M);
   }
   free(held);
-  return found;
+}
+
+/* Runs steps of a beam search: the decoder, then the choice. Returns why it stopped. */
+int search_beams(parallel run, unsigned threads, Decoder *model, Texts *texts, Beams *job) {
+  return run_search(run, threads, work_on_beams, model, texts, job);
 }
 
 /* Chooses the best candidates that do not end. Returns 0 if there are too few. */
@@ -309,15 +352,15 @@ static void note_finished(const Texts *texts, FirstFinished *job, int64_t b, int
 }
 
 /* Chooses by the logits. Hypotheses finish and texts are updated, or nothing is. */
-static int choose_first_finished(parallel run, const Decoder *model, Texts *texts,
+static int choose_first_finished(const Decoder *model, Texts *texts,
                                  FirstFinished *job, Room *room, int64_t B, int64_t M) {
   const int64_t K = 2 * M, V = model->head.outputs, step = texts->length - 1;
-  const uint32_t *banned = ban(run, model, texts, M);
+  const uint32_t *banned = ban(model, texts, M);
   for (int64_t r = 0; r < B * M; r++) {
     const int64_t row = r / M * job->scores_b + r % M * job->scores_m;
     room->running[r] = step ? job->scores[row + step - 1] : 0.0f;
   }
-  if (!k_best(run, threads_for(model, B * M * V), room->values, room->indices, room->maxima,
+  if (!k_best(OURS, threads_for(model, B * M * V), room->values, room->indices, room->maxima,
               room->shifts, model->logits, room->running, banned, B, M, V, K + 1, M * V, V,
               (V + 31) / 32))
     return UNDECIDED;
@@ -347,31 +390,93 @@ static int choose_first_finished(parallel run, const Decoder *model, Texts *text
   tables[2].newest = (const char *)room->parents, tables[1].newest_size = 4;
   for (int i = 0; i < 3; i++) tables[i].newest_b = M;
   const int64_t bytes = 8 * M * (step + 1);
-  if (!move_rows(run, threads_for(model, 2 * B * bytes / 4), tables, room->parents, NULL,
+  if (!move_rows(OURS, threads_for(model, 2 * B * bytes / 4), tables, room->parents, NULL,
                  job->origins ? 3 : 2, B, M, M, bytes))
     return NO_MEMORY;
   texts->length++, texts->made++;
-  if (!descend(run, model, &job->sight, room->parents, B, M)) return NO_MEMORY;
+  if (!descend(model, &job->sight, room->parents, B, M)) return NO_MEMORY;
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
+}
+
+static void work_on_first_finished(void *given) {
+  Search *search = given;
+  Decoder *model = search->model;
+  FirstFinished *job = search->job;
+  const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
+  Room room;
+  void *held = make_room(&room, B, M, 2 * M, model->head.outputs);
+  search->found = held ? GOES_ON : NO_MEMORY;
+  while (goes_on(search) && !should_part()) {
+    search->found = make_logits(model, search->texts, M);
+    if (search->found != GOES_ON) break;
+    job->sight.filled += M, job->sight.open = 0;
+    search->found = choose_first_finished(model, search->texts, job, &room, B, M);
+  }
+  free(held);
 }
 
 /* Runs steps of a beam search that ends a sentence with its M-th hypothesis. Returns why it
  * stopped. */
-int search_first_finished(parallel run, unsigned threads, barrier wait, Decoder *model,
-                          Texts *texts, FirstFinished *job) {
+int search_first_finished(parallel run, unsigned threads, Decoder *model, Texts *texts,
+                          FirstFinished *job) {
+  return run_search(run, threads, work_on_first_finished, model, texts, job);
+}
+
+/* What chooses the next token of each row; the arguments of `search_rows`. */
+typedef struct {
+  const Draws *draws;
+  Sight *sight;
+  Twister twister;
+  uint8_t *running;
+  const int64_t *parents;
+  int64_t *tokens, pad;
+} Choosing;
+
+/* Chooses by the logits. Returns 0 if Python has to. */
+static int choose_tokens(const Decoder *model, const Texts *texts, Choosing *job, void *held) {
+  const int64_t R = model->step->rows, M = model->step->calls[0].beams, V = model->head.outputs;
+  const uint32_t *banned = ban(model, texts, M);
+  if (!job->draws)
+    return find_highest(OURS, 1, job->tokens, model->logits, banned, texts, held, R, M, V);
+  return draw_rows(job->draws, &job->twister, job->tokens, model->logits, banned, texts, held, R,
+                   M, V);
+}
+
+/* Appends the tokens that are chosen. Returns why the search stops. */
+static int append_tokens(const Decoder *model, Texts *texts, const Choosing *job) {
   const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
-  Room room;
-  void *held = make_room(&room, B, M, 2 * M, model->head.outputs);
-  int found = held ? GOES_ON : NO_MEMORY;
-  model->threads = threads;
-  while (found == GOES_ON && may_go_on(model, texts)) {
-    found = make_logits(run, wait, model, texts, M);
-    if (found != GOES_ON) break;
-    job->sight.filled += M, job->sight.open = 0;
-    found = choose_first_finished(run, model, texts, job, &room, B, M);
+  int64_t ended = 0;
+  for (int64_t r = 0; r < B * M; r++) {
+    const int64_t token = job->running[r] || job->pad < 0 ? job->tokens[r] : job->pad;
+    text_of(texts, M, r)[texts->length] = token;
+    job->running[r] = job->running[r] && !ends(texts, token);
+    ended += !job->running[r];
+  }
+  texts->length++, texts->made++;
+  if (job->sight && !descend(model, job->sight, job->parents, B, M)) return NO_MEMORY;
+  if (ended == B * M) return OVER;
+  return texts->leave && ended >= texts->leave ? LEAVING : GOES_ON;
+}
+
+static void work_on_rows(void *given) {
+  Search *search = given;
+  Decoder *model = search->model;
+  Texts *texts = search->texts;
+  Choosing *job = search->job;
+  const int64_t M = model->step->calls[0].beams, V = model->head.outputs;
+  const int64_t updated = texts->update_count ? row_size(V) : 0;
+  const int64_t size = job->draws ? draw_size(V) : team_size(1) * updated;
+  void *held = size ? malloc(size) : NULL;
+  if (size && !held) search->found = NO_MEMORY;
+  while (goes_on(search) && !should_part()) {
+    search->found = make_logits(model, texts, M);
+    if (search->found != GOES_ON) break;
+    /* This step has filled the open slots. */
+    if (job->sight) job->sight->filled += M, job->sight->open = 0;
+    const int chosen = choose_tokens(model, texts, job, held);
+    search->found = chosen ? append_tokens(model, texts, job) : UNDECIDED;
   }
   free(held);
-  return found;
 }
 
 /* Runs steps of a greedy search, or of sampling. Returns why it stopped.
@@ -380,46 +485,14 @@ int search_first_finished(parallel run, unsigned threads, barrier wait, Decoder 
  * sentence, or NULL where each has one row. running: (R,), texts that have not ended; the others
  * continue with `pad`, or with their own tokens if that is negative. parents: (R,), the row that
  * each continues, of its sentence's rows: itself. tokens: scratch for (R,). */
-int search_rows(parallel run, unsigned threads, barrier wait, Decoder *model, Texts *texts,
-                const Draws *draws, Sight *sight, uint8_t *running, const int64_t *parents,
-                int64_t *tokens, int64_t pad) {
-  const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
-  const int64_t R = B * M, V = model->head.outputs;
-  const int64_t size = draws ? draw_size(V) : texts->update_count ? threads * row_size(V) : 0;
+int search_rows(parallel run, unsigned threads, Decoder *model, Texts *texts, const Draws *draws,
+                Sight *sight, uint8_t *running, const int64_t *parents, int64_t *tokens,
+                int64_t pad) {
+  Choosing job = {.draws = draws, .sight = sight, .running = running, .parents = parents,
+                  .tokens = tokens, .pad = pad};
   const int twists = draws && !draws->noise;
-  Twister twister = {.next = 0};
-  int found = GOES_ON;
-  void *held = size ? malloc(size) : NULL;
-  if (size && !held) return NO_MEMORY;
-  if (twists) read_generator(&twister, draws->generator);
-  model->threads = threads;
-  while (found == GOES_ON && may_go_on(model, texts)) {
-    found = make_logits(run, wait, model, texts, M);
-    if (found != GOES_ON) break;
-    if (sight) sight->filled += M, sight->open = 0; /* this step has filled the open slots */
-    const uint32_t *banned = ban(run, model, texts, M);
-    if (draws ? !draw_rows(draws, &twister, tokens, model->logits, banned, texts, held, R, M, V)
-              : !find_highest(run, threads_for(model, R * V), tokens, model->logits, banned, texts,
-                              held, R, M, V)) {
-      found = UNDECIDED;
-      break;
-    }
-    int64_t ended = 0;
-    for (int64_t r = 0; r < R; r++) {
-      const int64_t token = running[r] || pad < 0 ? tokens[r] : pad;
-      text_of(texts, M, r)[texts->length] = token;
-      running[r] = running[r] && !ends(texts, token);
-      ended += !running[r];
-    }
-    texts->length++, texts->made++;
-    if (sight && !descend(run, model, sight, parents, B, M))
-      found = NO_MEMORY;
-    else if (ended == R)
-      found = OVER;
-    else if (texts->leave && ended >= texts->leave)
-      found = LEAVING;
-  }
-  if (twists && texts->made) write_generator(draws->generator, &twister);
-  free(held);
+  if (twists) read_generator(&job.twister, draws->generator);
+  const int found = run_search(run, threads, work_on_rows, model, texts, &job);
+  if (twists && texts->made) write_generator(draws->generator, &job.twister);
   return found;
 }

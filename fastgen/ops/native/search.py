@@ -205,7 +205,7 @@ def search_beams(by: Library, threads: int, decoder: Decoder, texts: Texts, beam
         NO_ROW (a token is not a row of the embedding) or NO_MEMORY.
     """
     records = (ctypes.byref(each) for each in (decoder, texts, beams))
-    return by.search_beams(by.run, threads, by.wait, *records)
+    return by.search_beams(by.run, threads, *records)
 
 
 def search_first_finished(
@@ -217,7 +217,7 @@ def search_first_finished(
         Why the steps stopped, as `search_beams`.
     """
     records = (ctypes.byref(each) for each in (decoder, texts, job))
-    return by.search_first_finished(by.run, threads, by.wait, *records)
+    return by.search_first_finished(by.run, threads, *records)
 
 
 def search_rows(
@@ -239,6 +239,6 @@ def search_rows(
     """
     of_draws, of_sight = (None if x is None else ctypes.byref(x) for x in (draws, sight))
     return by.search_rows(
-        by.run, threads, by.wait, ctypes.byref(decoder), ctypes.byref(texts), of_draws, of_sight,
+        by.run, threads, ctypes.byref(decoder), ctypes.byref(texts), of_draws, of_sight,
         running, parents, room, pad,
     )  # fmt: skip

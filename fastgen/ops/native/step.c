@@ -1,5 +1,4 @@
-/* All sublayers of a decode step, which all threads run together as a list of phases. Each phase
- * needs the complete results of the one before.
+/* All sublayers of a decode step, as a list of phases.
  *
  * Source: Wang et al. 2021 (LightSeq), section 2.1; models/runtime/decode_step.py. */
 
@@ -16,32 +15,35 @@ typedef struct {
   float *out;
   const float *in;
   const Norm *norm;
-  int64_t rows, row, pieces, width, dtype, next;
+  int64_t rows, row, pieces, width, dtype;
 } Norming;
 
 /* Rotary positions (Su et al. 2021) of all heads of queries and keys. */
 typedef struct {
   float *x;
   const Sublayer *of;
-  int64_t rows, row, heads, first, dtype, next;
+  int64_t rows, row, heads, first, dtype;
 } Turning;
 
-typedef struct {
-  void (*work)(void *);
-  union {
-    Product product;
-    Attention attention;
-    Norming norming;
-    Turning turning;
-  } job;
-  int together; /* whether the next phase does not need the results of this one */
-} Phase;
+typedef union {
+  Product product;
+  Attention attention;
+  Norming norming;
+  Turning turning;
+} Job;
 
 typedef struct {
   Phase *phases;
+  Job *jobs;
   int64_t count;
-  barrier wait;
 } Program;
+
+static void add(Program *to, void (*work)(void *, Tasks *), const void *job, size_t size,
+                int64_t tasks, int together) {
+  Job *copy = &to->jobs[to->count];
+  memcpy(copy, job, size);
+  to->phases[to->count++] = (Phase){work, copy, tasks, together};
+}
 
 /* The scaled and shifted rest of a row whose values are `y` so far. RMSNorm rounds before the
  * weight, unless that is stored as the difference from one, as the toolkits' modules do. */
@@ -89,9 +91,9 @@ void norm_row(float *out, const float *in, const Norm *norm, int64_t C, int64_t 
   }
 }
 
-static void normalise_rows(void *given) {
+static void normalise_rows(void *given, Tasks *tasks) {
   Norming *job = given;
-  for (int64_t r; (r = next(&job->next)) < job->rows;)
+  for (int64_t r; (r = next(tasks)) >= 0;)
     for (int64_t i = 0; i < job->pieces; i++) {
       const int64_t at = r * job->row + i * job->width;
       norm_row(job->out + at, job->in + at, job->norm, job->width, job->dtype);
@@ -117,9 +119,9 @@ INLINE void turn_row(const Turning *job, int64_t r, const int dtype) {
 #undef PRODUCT
 }
 
-static void turn_rows(void *given) {
+static void turn_rows(void *given, Tasks *tasks) {
   Turning *job = given;
-  for (int64_t r; (r = next(&job->next)) < job->rows;)
+  for (int64_t r; (r = next(tasks)) >= 0;)
     WITH_DTYPE(job->dtype, turn_row, job, r)
 }
 
@@ -131,9 +133,8 @@ static Product of_weight(const Step *step, const Weight *weight, const float *x,
 }
 
 static void add_product(Program *to, Product product, unsigned threads, int together) {
-  prepare_product(&product, threads);
-  to->phases[to->count++] =
-      (Phase){.work = work_on_product, .job.product = product, .together = together};
+  const int64_t tasks = prepare_product(&product, threads);
+  add(to, work_on_product, &product, sizeof product, tasks, together);
 }
 
 /* Adds the products of x, whose outputs lie side by side in `wide`; returns the length of a row. */
@@ -152,7 +153,7 @@ static void add_head_norm(Program *to, const Step *step, const Sublayer *of, con
   Norming job = {.out = x, .in = x, .norm = norm, .rows = step->rows, .row = row,
                  .pieces = of->whole_norms ? 1 : heads,
                  .width = of->whole_norms ? heads * of->dims : of->dims, .dtype = step->dtype};
-  to->phases[to->count++] = (Phase){.work = normalise_rows, .job.norming = job};
+  add(to, normalise_rows, &job, sizeof job, step->rows, 0);
 }
 
 /* Rows of a sentence that attend at once: all beams, or some of the tokens of an encoder. */
@@ -166,7 +167,7 @@ static void add_rotation(Program *to, const Step *step, const Sublayer *of, int6
   Turning job = {.x = step->wide, .of = of, .rows = step->rows, .row = row,
                  .heads = of->heads + of->key_heads, .dtype = step->dtype,
                  .first = number * of->turned * (of->turn_row ? step->rows : 1)};
-  to->phases[to->count++] = (Phase){.work = turn_rows, .job.turning = job};
+  add(to, turn_rows, &job, sizeof job, step->rows, 0);
 }
 
 static void add_attention(Program *to, const Step *step, const Sublayer *of, const Seen *seen,
@@ -207,10 +208,9 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
       part.beams = left < at_once(of, call) ? left : at_once(of, call);
       part.query += first * row, part.out += first * of_queries;
       if (job.mask) part.mask += first * job.mask_m;
-      prepare_attention(&part, threads);
+      const int64_t tasks = prepare_attention(&part, threads);
       const int last = i + 1 == step->call_count && first + part.beams == call->beams;
-      to->phases[to->count++] =
-          (Phase){.work = work_on_attention, .job.attention = part, .together = !last};
+      add(to, work_on_attention, &part, sizeof part, tasks, !last);
     }
   }
 }
@@ -243,18 +243,9 @@ static void list_phases(Program *to, const Step *step, unsigned threads, int64_t
     Norming norming = {.out = step->x, .in = of->parallel ? stream : spare, .norm = &of->norm,
                        .rows = step->rows, .row = step->width, .pieces = 1, .width = step->width,
                        .dtype = step->dtype};
-    to->phases[to->count++] = (Phase){.work = normalise_rows, .job.norming = norming};
+    add(to, normalise_rows, &norming, sizeof norming, step->rows, 0);
     float *sum = spare;
     spare = stream, stream = sum;
-  }
-}
-
-static void work_on_phases(void *given) {
-  const Program *program = given;
-  for (int64_t i = 0; i < program->count; i++) {
-    Phase *phase = &program->phases[i];
-    phase->work(&phase->job);
-    if (!phase->together && program->wait) program->wait();
   }
 }
 
@@ -263,7 +254,7 @@ int64_t step_size(void) { return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) 
 
 /* Runs all sublayers, and leaves the input of the head in x. Returns 0 if there was no memory.
  * number: index of the step, among several whose rotations, biases and weights are concatenated. */
-int step_at(parallel run, unsigned threads, barrier wait, const Step *step, int64_t number) {
+int step_at(parallel run, unsigned threads, const Step *step, int64_t number) {
   /* Phases of a sublayer: three products of x, two norms of heads, the rotation, the output
    * projection, the norm; and attention of each call. */
   int64_t most = 0;
@@ -273,19 +264,19 @@ int step_at(parallel run, unsigned threads, barrier wait, const Step *step, int6
     for (int64_t i = 0; i < step->call_count && of->kind != FEED_FORWARD; i++)
       most += step->calls[i].beams / at_once(of, &step->calls[i]) + 1;
   }
-  Program program = {.phases = malloc(sizeof(Phase) * most), .wait = threads > 1 ? wait : NULL};
-  if (!program.phases) return 0;
+  Program program = {.jobs = malloc((sizeof(Job) + sizeof(Phase)) * most)};
+  if (!program.jobs) return 0;
+  program.phases = (Phase *)(program.jobs + most);
   list_phases(&program, step, threads, number);
-  in_parallel(run, threads, work_on_phases, &program);
+  run_phases(run, threads, program.phases, program.count);
   int done = 1;
   for (int64_t i = 0; i < program.count; i++)
-    if (program.phases[i].work == work_on_attention &&
-        program.phases[i].job.attention.without_memory)
+    if (program.phases[i].work == work_on_attention && program.jobs[i].attention.without_memory)
       done = 0;
-  free(program.phases);
+  free(program.jobs);
   return done;
 }
 
-int step(parallel run, unsigned threads, barrier wait, const Step *step) {
-  return step_at(run, threads, wait, step, 0);
+int step(parallel run, unsigned threads, const Step *step) {
+  return step_at(run, threads, step, 0);
 }

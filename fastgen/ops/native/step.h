@@ -6,8 +6,7 @@
 #define STEP_H
 
 #include "dtype.h"
-
-typedef void (*barrier)(void);
+#include "team.h"
 
 enum { TEXT, SOURCE, FEED_FORWARD }; /* kinds of sublayers */
 enum { UNNORMED, LAYER_NORM, RMS_NORM };
@@ -64,6 +63,6 @@ typedef struct {
 } Step;
 
 void norm_row(float *out, const float *in, const Norm *norm, int64_t width, int64_t dtype);
-int step_at(parallel run, unsigned threads, barrier wait, const Step *step, int64_t number);
+int step_at(parallel run, unsigned threads, const Step *step, int64_t number);
 
 #endif

@@ -137,4 +137,4 @@ SIZE = sum(map(ctypes.sizeof, (Step, Sublayer, Seen, Rows)))
 
 def run(by: Library, threads: int, step: Step) -> bool:
     """Run all sublayers on up to `threads` threads; return whether there was enough memory."""
-    return bool(by.step(by.run, threads, by.wait, ctypes.byref(step)))
+    return bool(by.step(by.run, threads, ctypes.byref(step)))

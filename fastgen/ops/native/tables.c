@@ -14,7 +14,7 @@ typedef struct {
   const int64_t *parents, *order; /* (B, M or K), rows to continue; (B, M), into M finished rows,
                                      then K candidates */
   char *held;                     /* scratch memory of each thread */
-  int64_t count, sentences, beams, candidates, held_size, next, threads;
+  int64_t count, sentences, beams, candidates, held_size;
 } Moving;
 
 /* Writes the newest elements of a row, in the row's own size: the low bytes of wider integers. */
@@ -25,10 +25,10 @@ static void write_newest(char *to, const Table *table, int64_t b, int64_t m) {
     memcpy(to + c * table->size, from + c * table->newest_c * table->newest_size, table->size);
 }
 
-static void extend(void *given) {
+static void extend(void *given, Tasks *tasks) {
   Moving *job = given;
-  char *held = job->held + next(&job->threads) * job->held_size;
-  for (int64_t i; (i = next(&job->next)) < job->count * job->sentences;) {
+  char *held = job->held + tasks->thread * job->held_size;
+  for (int64_t i; (i = next(tasks)) >= 0;) {
     const int64_t b = i % job->sentences, M = job->beams;
     const Table *table = &job->tables[i / job->sentences];
     const int64_t length = table->filled * table->size;
@@ -43,10 +43,10 @@ static void extend(void *given) {
   }
 }
 
-static void finish(void *given) {
+static void finish(void *given, Tasks *tasks) {
   Moving *job = given;
-  char *held = job->held + next(&job->threads) * job->held_size;
-  for (int64_t i; (i = next(&job->next)) < job->count * job->sentences;) {
+  char *held = job->held + tasks->thread * job->held_size;
+  for (int64_t i; (i = next(tasks)) >= 0;) {
     const int64_t b = i % job->sentences, M = job->beams;
     const Table *table = &job->tables[i / job->sentences];
     const int64_t length = table->filled * table->size, whole = length + table->size;
@@ -85,10 +85,10 @@ int move_rows(parallel run, unsigned threads, const Table *tables, const int64_t
   if (!all_below(parents, sentences * each, beams)) return -1;
   if (order && !all_below(order, sentences * beams, beams + candidates)) return -1;
   Moving job = {.tables = tables, .parents = parents, .order = order,
-                .held = malloc(threads * held_size), .count = count, .sentences = sentences,
-                .beams = beams, .candidates = candidates, .held_size = held_size};
+                .held = malloc(team_size(threads) * held_size), .count = count,
+                .sentences = sentences, .beams = beams, .candidates = candidates, .held_size = held_size};
   if (!job.held) return 0;
-  in_parallel(run, threads, order ? finish : extend, &job);
+  in_parallel(run, threads, order ? finish : extend, &job, count * sentences);
   free(job.held);
   return 1;
 }
@@ -96,12 +96,12 @@ int move_rows(parallel run, unsigned threads, const Table *tables, const int64_t
 typedef struct {
   char *buffer;
   const int64_t *to, *origin;
-  int64_t count, heads, size, sentence, head, next;
+  int64_t count, heads, size, sentence, head;
 } Moves;
 
-static void move(void *given) {
+static void move(void *given, Tasks *tasks) {
   Moves *job = given;
-  for (int64_t i; (i = next(&job->next)) < job->count * job->heads;) {
+  for (int64_t i; (i = next(tasks)) >= 0;) {
     char *head = job->buffer + i % job->heads * job->head;
     const int64_t to = job->to[i / job->heads], origin = job->origin[i / job->heads];
     memcpy(head + to * job->sentence, head + origin * job->sentence, job->size);
@@ -114,8 +114,8 @@ int move_sentences(parallel run, unsigned threads, char *buffer, const int64_t *
                    const int64_t *origin, int64_t count, int64_t heads, int64_t size,
                    int64_t sentence, int64_t head, int64_t sentences) {
   if (!all_below(to, count, sentences) || !all_below(origin, count, sentences)) return 0;
-  Moves job = {buffer, to, origin, count, heads, size, sentence, head, 0};
-  in_parallel(run, threads, move, &job);
+  Moves job = {buffer, to, origin, count, heads, size, sentence, head};
+  in_parallel(run, threads, move, &job, count * heads);
   return 1;
 }
 
@@ -163,12 +163,12 @@ void add_tokens(parallel run, unsigned threads, uint32_t *mask, const int64_t *t
 typedef struct {
   uint32_t *mask;
   const int64_t *ids, *text;
-  int64_t rows, words, n, length, text_length, vocabulary, rows_per_text, ids_row, text_row, next;
+  int64_t rows, words, n, length, text_length, vocabulary, rows_per_text, ids_row, text_row;
 } Grams;
 
-static void find_grams(void *given) {
+static void find_grams(void *given, Tasks *tasks) {
   Grams *job = given;
-  for (int64_t r; (r = next(&job->next)) < job->rows;) {
+  for (int64_t r; (r = next(tasks)) >= 0;) {
     const int64_t before = job->n - 1;
     const int64_t *newest = job->ids + r * job->ids_row + job->length - before;
     const int64_t *text = job->text + r / job->rows_per_text * job->text_row;
@@ -188,5 +188,5 @@ void add_repeats(parallel run, unsigned threads, uint32_t *mask, const int64_t *
   Grams job = {.mask = mask, .ids = ids, .text = text, .rows = rows, .words = words, .n = n,
                .length = length, .text_length = text_length, .vocabulary = vocabulary,
                .rows_per_text = rows_per_text, .ids_row = ids_row, .text_row = text_row};
-  in_parallel(run, threads, find_grams, &job);
+  in_parallel(run, threads, find_grams, &job, rows);
 }

@@ -4,6 +4,7 @@
 #define TABLES_H
 
 #include "dtype.h"
+#include "team.h"
 
 /* Rows of beams, and the newest elements of each. Strides of rows are in bytes, those of the newest
  * in elements. */

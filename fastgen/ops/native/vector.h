@@ -1,5 +1,4 @@
-/* Vectors of `WIDTH` floats, functions of them, and how work is shared among threads. What differs by
- * instruction set lies in isa/. */
+/* Vectors of `WIDTH` floats, and functions of them. What differs by instruction set lies in isa/. */
 
 #ifndef VECTOR_H
 #define VECTOR_H
@@ -61,19 +60,5 @@ INLINE vec error_function(vec x) {
   y = 1.0f - y * t * exponential(-size * size);
   return (vec)((ivec)y | ((ivec)x & (int32_t)0x80000000));
 }
-
-/* `run` is GOMP_parallel of the OpenMP runtime that torch has loaded, so that work runs on torch's own
- * threads. It is not called for one thread, and NULL where that runtime has no such function. */
-typedef void (*parallel)(void (*work)(void *), void *job, unsigned threads, unsigned flags);
-
-INLINE void in_parallel(parallel run, unsigned threads, void (*work)(void *), void *job) {
-  if (threads > 1 && run)
-    run(work, job, threads, 0);
-  else
-    work(job);
-}
-
-/* Takes the next number of a counter that threads share. */
-INLINE int64_t next(int64_t *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 
 #endif

@@ -10,6 +10,8 @@
 
 #include "types.h"
 
+INLINE void relax(void) { __asm__ volatile("yield"); }
+
 INLINE vec higher(vec x, vec y) { return (vec)vmaxq_f32((float32x4_t)x, (float32x4_t)y); }
 
 INLINE quad sums(vec a, vec b, vec c, vec d) {

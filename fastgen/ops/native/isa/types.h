@@ -11,6 +11,7 @@
  *   vec load_bf16(const uint16_t *p), load_fp16(const uint16_t *p)   numbers of 16 bits, widened
  *   void store_fp16(uint16_t *p, vec x)   numbers rounded to fp16: to nearest, ties to even
  *   vec round_to_fp16(vec x)   the same, widened again
+ *   void relax(void)           what a thread that waits does between two looks
  */
 
 #ifndef ISA_TYPES_H

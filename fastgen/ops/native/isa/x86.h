@@ -15,6 +15,8 @@
 
 #include "types.h"
 
+INLINE void relax(void) { _mm_pause(); }
+
 INLINE vec higher(vec x, vec y) {
 #if WIDTH == 16
   return (vec)_mm512_max_ps((__m512)x, (__m512)y);
