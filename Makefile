@@ -43,7 +43,7 @@ RUN = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 TORCH_PIN = $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-every newest cuda test-gpu gpu check docs tables bench bench-ops paper plot fuzz sanitize clean
+.PHONY: help demo test test-all test-every newest cuda test-gpu gpu check docs tables bench bench-ops coverage-of-families paper plot fuzz sanitize clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
@@ -100,6 +100,10 @@ bench: $(READY)  ## run the benchmarks, writing JSON to benchmarks/results
 
 bench-ops: $(READY)  ## each operation against what runs without it, writing JSON to benchmarks/results
 	$(RUN) -m benchmarks.ops $(ARGS)
+
+coverage-of-families: $(READY)  ## how every family of transformers runs, for docs/families.md (about 10 minutes on 2 cores)
+	$(RUN) -m benchmarks.coverage $(ARGS)
+	$(RUN) docs/hooks/tables.py
 
 paper: $(READY)  ## the tables and figures of the papers on this machine (under 30 minutes on 2 cores), writing JSON
 	$(RUN) -m benchmarks.paper $(ARGS)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks.cases import CASES
+from benchmarks.coverage import record as coverage_record
 from benchmarks.harness import RESULTS, ROOT
 from fastgen.cli.bench.measure import agrees
 
@@ -426,7 +427,40 @@ def _device(data: dict[str, Any]) -> str:
     return place["gpu"] or f"{place['cpu']}, {place['threads']} threads"
 
 
+def coverage() -> str:
+    """Return how many families of transformers run in which way, and the table of all."""
+    if not coverage_record.FILE.exists():
+        return NOT_YET
+    data = json.loads(coverage_record.FILE.read_text("utf-8"))
+    found: dict[str, dict[str, Any]] = data["families"]
+    head = ["`model_type`", "how it runs", "why not better, or not at all"]
+    timed = any("speed" in family for family in found.values())
+    rows = (
+        (
+            f"`{name}`",
+            family["how"],
+            "; ".join(_why(*item) for item in family["why"].items()),
+            *([_times(family.get("speed"), 2)] if timed else []),
+        )
+        for name, family in found.items()
+    )
+    summary = (
+        f"transformers {data['transformers']}, {len(found)} families: "
+        f"{coverage_record.counted(found)}."
+    )
+    return "\n\n".join(
+        (textwrap.fill(summary, 100), table([*head, *(["speed"] if timed else [])], rows))
+    )
+
+
+def _why(reason: str, calls: list[str]) -> str:
+    """Return a reason, with the calls that it is for if other calls have none."""
+    reason = reason.replace("<", "&lt;")
+    return f"{reason} ({'; '.join(calls)})" if 0 < len(calls) < coverage_record.CALLS else reason
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "coverage": coverage,
     "encoders-speed": encoders_speed,
     "encoders-summary": encoders_summary,
     "fairseq-speed": fairseq_speed,

@@ -31,6 +31,7 @@ _KNOWN = frozenset((
     "dropout", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
     "output_attentions", "output_hidden_states", "output_router_logits", "num_items_in_batch",
+    "logits_to_keep", "return_dict",
 ))  # fmt: skip
 """Keywords that modules pass to their attention function, and that placeholders allow."""
 
