@@ -146,6 +146,12 @@ def rows() -> Iterator[Row]:
                 lambda rig, r=r, d=d, rms=rms: _norm(rig, r, d, rms),
                 lambda rig, r=r, d=d: 4 * r * d * rig.width, {},
             )  # fmt: skip
+    for r, d in ((128, 1024), (4, 1024)):
+        yield Row(
+            "embedding", f"{r}x{d}", "scale, add, LayerNorm",
+            lambda rig, r=r, d=d: _embedding(rig, r, d),
+            lambda rig, r=r, d=d: 3 * r * d * rig.width, {},
+        )  # fmt: skip
     for r, d in ((128, 4096), (2048, 3072)):
         yield Row(
             "activation", f"{r}x{d} gelu", "add, gelu",
@@ -296,6 +302,21 @@ def _norm(rig: Rig, r: int, d: int, rms: bool) -> tuple[Call, Call]:
         return module(total), total
 
     return stock, lambda: norm(x, weight, bias, eps, residual, rms=rms)
+
+
+def _embedding(rig: Rig, r: int, d: int) -> tuple[Call, Call]:
+    from fastgen.ops.embedding import Positions, normed_embedding
+    from fastgen.ops.norm import NormParameters
+
+    ids, tokens, table = rig.integers(50_264, r), rig.randn(50_264, d), rig.randn(1026, d)
+    weight, bias, scale = rig.randn(d), rig.randn(d), d**0.5
+    of = NormParameters(weight, bias, 1e-5, 0.0, rms=False)
+
+    def stock() -> Any:
+        total = F.embedding(ids, tokens) * scale + table[9]
+        return F.layer_norm(total, (d,), weight, bias, 1e-5), total
+
+    return stock, lambda: normed_embedding(ids, tokens, scale, Positions(table, 2, 7), of)
 
 
 def _activation(rig: Rig, r: int, d: int, gated: bool) -> tuple[Call, Call]:

@@ -15,10 +15,7 @@ from benchmarks.harness import begin
 
 SECONDS = 240
 """Time after which the process of a family is ended."""
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["benchmarks.coverage.family", "transformers.models.llama.modeling_llama"]
-)
+_CONTEXT = multiprocessing.get_context("fork")
 
 
 def apart(name: str, speed: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import fastgen
 from fastgen.decoding import loop
 from fastgen.decoding.backends import native_draws
 from fastgen.decoding.search import sampling
+from fastgen.decoding.search.multinomial import GeneratorUser, multinomial
 from fastgen.ops.counts import calls
 from fastgen.ops.native import noise
 from fastgen.ops.native import search as c
@@ -267,13 +268,13 @@ def test_scores_that_are_no_numbers(variant: str, source: str) -> None:  # noqa:
 
 
 def test_threads_that_sample_at_a_time(variant: str) -> None:  # noqa: F811
-    """While another thread samples, steps run one at a time: it reads the same generator."""
+    """While another thread samples, steps run one at a time: C would make it wait."""
     model = zoo.build("gpt2", torch.float32)
     kwargs = zoo.batch(model, 2, 9) | DRAWS
     for seed in range(2):
         assert_same(model, kwargs, seed)
-    other: list[native_draws.Draws] = []
-    thread = threading.Thread(target=lambda: other.append(native_draws.Draws(())))
+    other: list[GeneratorUser] = []
+    thread = threading.Thread(target=lambda: other.append(GeneratorUser()))
     thread.start()
     thread.join()
     calls.clear()
@@ -282,6 +283,31 @@ def test_threads_that_sample_at_a_time(variant: str) -> None:  # noqa: F811
     other.clear()
     assert assert_same(model, kwargs).error is None
     assert calls["search", "native"] > 0
+
+
+def test_other_draws_wait_for_those_in_c(
+    variant: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While C continues the generator, a draw of another thread does not begin from its state."""
+    model = zoo.build("gpt2", torch.float32)
+    kwargs = zoo.batch(model, 2, 9) | DRAWS
+    for seed in range(2):
+        assert_same(model, kwargs, seed)
+    drawn: list[bool] = []
+    search_rows, weights = c.search_rows, torch.ones(1, 8)
+
+    def searched(*args: Any) -> int:
+        thread = threading.Thread(target=lambda: multinomial(weights, 1))
+        thread.start()
+        thread.join(0.1)
+        drawn.append(not thread.is_alive())
+        return search_rows(*args)
+
+    monkeypatch.setattr(c, "search_rows", searched)
+    model.generate(**kwargs)
+    assert drawn
+    assert not any(drawn)
 
 
 def test_dropout_in_training(variant: str) -> None:  # noqa: F811

@@ -549,6 +549,8 @@ def test_attention_masked_rows(dtype: torch.dtype) -> None:
     mask = torch.zeros(2, 1, 3, 9, dtype=dtype)
     mask[1, :, 2] = -INF
     assert bool(_check_attention(query, keys, values, mask)[1, 2].isnan().all())
+    if dtype not in (torch.float64, torch.float32):
+        return  # its lowest number leaves differences between scores that are fp32
     mask[1, :, 2] = torch.finfo(dtype).min
     found = _check_attention(query, keys, values, mask)
     if dtype is torch.float64:

@@ -1,15 +1,12 @@
 """Draws of tokens in C, with the random numbers of torch's default generator."""
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from weakref import WeakSet
 
 import torch
 
 from fastgen.decoding.logits.transform import LogitsTransform, Warper
+from fastgen.decoding.search.multinomial import default_generator
 from fastgen.models.runtime.native_multistep_job import Prepared
-from fastgen.models.state import Kept, process_state
 from fastgen.ops.native import noise
 from fastgen.ops.native import search as c
 
@@ -38,14 +35,6 @@ def able(warpers: Sequence[Warper]) -> bool:
     return places == sorted(set(places))
 
 
-@dataclass(eq=False)
-class _Live(Kept):
-    """The searches that may draw in C, of all threads."""
-
-    draws: "WeakSet[Draws]" = field(default_factory=lambda: WeakSet["Draws"]())
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 class Draws:
     """How a search draws its tokens in C.
 
@@ -61,21 +50,6 @@ class Draws:
         self._values = {each.kind: each.value for each in warpers}
         self._in_c: bool | None = None  # whether C makes the random numbers
         self._ahead = 2  # steps for which torch draws them otherwise
-        self._thread = threading.get_ident()
-        live = process_state().of(_Live)
-        with live.lock:
-            live.draws.add(self)
-
-    def is_alone(self) -> bool:
-        """Return whether no other thread is sampling.
-
-        C reads the generator's state, and writes it back after several steps. Two threads that do
-        so at a time would draw the same numbers.
-        """
-        self._thread = threading.get_ident()
-        live = process_state().of(_Live)
-        with live.lock:
-            return all(each._thread == self._thread for each in live.draws)
 
     def run(self, prepared: Prepared, texts: c.Texts, search: Callable[[c.Draws], int]) -> int:
         """Run a search in C; leave the generator as after the last step that it has made.
@@ -93,13 +67,14 @@ class Draws:
         )
         if self._in_c is None:
             self._in_c = noise.is_torchs(prepared.by)
-        if not self._in_c:
-            return self._with_noise(draws, prepared, texts, search)
-        state = torch.get_rng_state()
-        draws.generator = state.data_ptr()
-        status = search(draws)
-        torch.set_rng_state(state)
-        return status
+        with default_generator().lock:
+            if not self._in_c:
+                return self._with_noise(draws, prepared, texts, search)
+            state = torch.get_rng_state()
+            draws.generator = state.data_ptr()
+            status = search(draws)
+            torch.set_rng_state(state)
+            return status
 
     def _with_noise(
         self, draws: c.Draws, prepared: Prepared, texts: c.Texts, search: Callable[[c.Draws], int]

@@ -45,8 +45,8 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
 
     def _run(self) -> Tensor | bool | None:
         search, steps, model = self.search, self.steps, self.model
-        if self.draws is not None and not self.draws.is_alone():
-            return None
+        if search.user is not None and not search.user.is_alone():
+            return None  # another thread draws, and would wait for all steps of a C call
         text, (rows, length) = search.text, search.ids.shape
         alike = steps.alike(text)
         prepared = model.begin_steps(alike) if alike else None

@@ -25,6 +25,7 @@ from fastgen.decoding.logits.pipeline import (
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.finishing_rules import Merged, TransformersRule
+from fastgen.decoding.search.multinomial import GeneratorUser, multinomial
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.cuda_graphs import graph
 from fastgen.models.memory.scratch import Memory
@@ -203,6 +204,7 @@ class BeamSearch:
     memory: Memory = field(default_factory=Memory, init=False)  # for a step's log-probabilities
 
     def __post_init__(self) -> None:
+        self.user = GeneratorUser() if self.sample else None
         b, p = self.prompt.shape
         m, longest, device = self.rule.beams, self.rule.max_length, self.prompt.device
         self.length = p
@@ -251,7 +253,7 @@ class BeamSearch:
 
     def advance(self, model: RowStepper, logits: Tensor) -> bool:
         """Select the next token of every beam; return False when the search is over."""
-        values, indices = self.candidates(logits, self.text, torch.multinomial)
+        values, indices = self.candidates(logits, self.text, multinomial)
         beam, token = indices // logits.shape[1], indices % logits.shape[1]
         hits = self.stop(
             token,

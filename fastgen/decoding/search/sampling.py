@@ -13,6 +13,7 @@ from fastgen.decoding.logits.pipeline import apply_transforms, keep_sentences
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.beam_search import RowStepper, Trace, why_not_capturable
+from fastgen.decoding.search.multinomial import GeneratorUser, multinomial
 from fastgen.decoding.search.stopping import Stop
 from fastgen.ops.selection.kbest import argmax
 
@@ -61,6 +62,7 @@ class Sampling:
         self.running = torch.ones(self.ids.shape[0], dtype=torch.bool, device=self.ids.device)
         # Index of each row of the current batch in the original one; None until rows leave.
         self.rows: Tensor | None = None
+        self.user = GeneratorUser() if self.sample else None
         self.outcome = self.ids  # (R, P + T), of all rows, including those that have left
 
     @property
@@ -160,7 +162,7 @@ class Sampling:
         scores = apply_transforms(logits, text, self.transforms, kept)
         if self.trace.scores is not None:
             self.trace.scores.append(scores)
-        tokens = self.selected(scores, torch.multinomial)
+        tokens = self.selected(scores, multinomial)
         if self.trace.chosen is not None:
             self.trace.chosen.append(
                 self._of_all(chosen_of(scores.float(), tokens).where(self.running, 0.0))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastgen.decoding.search.multinomial import multinomial
 from fastgen.ops.selection.kbest import argmax
 
 Place = tuple[int, int]
@@ -183,7 +184,7 @@ class Rejection:
 
 
 def _draw(weights: Tensor) -> list[int]:
-    return cast(Any, torch.multinomial(weights, 1)[:, 0]).tolist()
+    return cast(Any, multinomial(weights, 1)[:, 0]).tolist()
 
 
 def _read(*columns: Tensor) -> list[list[float]]:

@@ -57,16 +57,28 @@ def agree(found: Tensor, own: Tensor, rounded: Tensor | None = None) -> bool | N
         return False
     if distance(found, own) <= TOLERANCE.get(own.dtype, 3e-2):
         return True
-    return rounded is not None and distance(found, own) <= ROUNDED * distance(rounded, found)
+    if rounded is None:
+        return False
+    return distance(found, own) <= ROUNDED * distance(rounded, found, spread_of=own)
 
 
-def distance(found: Tensor, reference: Tensor) -> float:
-    """Return the distance of logits (R, V), relative to the spread of the reference."""
-    found, reference = found.double(), reference.double()
-    difference = (found - reference).norm()
+def distance(found: Tensor, reference: Tensor, spread_of: Tensor | None = None) -> float:
+    """Return the distance of logits (R, V), relative to their spread.
+
+    Args:
+        found: Logits.
+        reference: Logits.
+        spread_of: Logits whose spread is the unit; None for the reference.
+    """
+    difference = (found.double() - reference.double()).norm()
     if difference == 0:
         return 0.0  # also where the spread is 0
-    return float(difference / (reference - reference.mean(-1, keepdim=True)).norm())
+    unit = (reference if spread_of is None else spread_of).double()
+    return float(difference / (unit - unit.mean(-1, keepdim=True)).norm())
+
+
+FAILURES = AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError
+"""Exceptions by which a model shows that it does not compute as expected."""
 
 
 class Proven(Protocol):
@@ -214,7 +226,7 @@ def made(make: Callable[[], _T], rounding: Callable[[Tensor], Tensor] | None = N
     try:
         with comparing(rounding):
             return make()
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except FAILURES as error:
         if scratch.is_out_of_memory(error):
             raise
         return None

@@ -16,8 +16,7 @@
 
 enum { WORDS = 624, APART = 397, BLOCK = 32 };
 
-/* More than the largest difference from torch's numbers, in proportion: 1e-6 in a quotient, 2e-6
- * in a sum of 262,144 probabilities. */
+/* More than the largest difference from torch's numbers, in proportion: 1e-6 in a quotient. */
 static const double ROUNDING = 1e-5;
 
 /* The beginning of the state of torch's generator for CPUs; more follows. */
@@ -222,20 +221,22 @@ typedef struct {
   Boundary sure, possible;
 } Nucleus;
 
-static Nucleus nucleus_of(const Room *room, int64_t count, double top_p) {
+static Nucleus nucleus_of(const Room *room, int64_t count, int64_t V, double top_p) {
+  /* torch adds up all probabilities in fp32, the equal ones with errors of one sign. */
+  const double rounding = ROUNDING + 2e-9 * (double)V;
   double total = 0.0;
   int64_t left = 0;
   for (int64_t i = 0; i < count; i++) total += room->weights[i];
   /* Tokens of less than this weight all lie below the boundary. */
-  const double tail = (1.0 - top_p - ROUNDING) * total / (double)count;
+  const double tail = (1.0 - top_p - rounding) * total / (double)count;
   for (int64_t i = 0; i < count; i++) {
     room->spare_scores[left] = room->scores[room->tokens[i]];
     room->spare_weights[left] = room->weights[i];
     left += room->weights[i] >= tail;
   }
   float *scores = room->spare_scores, *weights = room->spare_weights;
-  return (Nucleus){boundary_of(scores, weights, left, (top_p - ROUNDING) * total),
-                   boundary_of(scores, weights, left, (top_p + ROUNDING) * total)};
+  return (Nucleus){boundary_of(scores, weights, left, (top_p - rounding) * total),
+                   boundary_of(scores, weights, left, (top_p + rounding) * total)};
 }
 
 static int is_kept(float score, Boundary by) {
@@ -248,7 +249,7 @@ static int is_kept(float score, Boundary by) {
 static int64_t draw_listed(const Draws *draws, Twister *twister, const float *noise,
                            const Room *room, int64_t count, int64_t V) {
   Nucleus nucleus = {{-INFINITY, 1}, {-INFINITY, 1}};
-  if (draws->top_p < 1.0) nucleus = nucleus_of(room, count, draws->top_p);
+  if (draws->top_p < 1.0) nucleus = nucleus_of(room, count, V, draws->top_p);
   const double least = draws->min_p * (1.0 - ROUNDING), surely = draws->min_p * (1.0 + ROUNDING);
   int64_t best = -1, taken = 0;
   double most = 0.0, second = 0.0; /* quotients */

@@ -73,7 +73,8 @@ static void note(Team *team) {
   const int64_t lost = READ(crowd.lost) + team->began - began - (team->busy - busy);
   const int is_full = passed > WINDOW, is_crowded = is_full && lost > passed / LOST;
   const int is_over = halved && team->began > READ(crowd.until);
-  if (is_crowded && team->size > 1)
+  /* Of the teams that began alike, one halves the number. */
+  if (is_crowded && team->size > 1 && team->size == allowed(team->wanted))
     WRITE(crowd.halved, halved + 1);
   else if (is_over)
     WRITE(crowd.halved, halved - 1);
@@ -117,6 +118,10 @@ static void work_on(Tasks *tasks) {
   }
 }
 
+#ifdef __linux__
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the lower half of a ticket comes first");
+#endif
+
 /* Sleeps until the phase is not the one with this number. On other systems, lets other threads run
  * once. The number is the lower half of the ticket, at its address. */
 static void sleep_during(const Team *team, uint32_t number) {
@@ -136,8 +141,8 @@ static void wake_all(const Team *team) {
 #endif
 }
 
-/* Waits until the phase is not the one with this number: the thread that has its last task may be
- * about to finish it, or suspended, so that it can run where this thread no longer does. */
+/* Waits until the phase is not the one with this number. Spins first, as the last task may be about
+ * to end; then sleeps, so that a suspended thread can have this core. */
 static void wait_during(Team *team, uint32_t number) {
   const int64_t began = nanoseconds(CLOCK_MONOTONIC);
   do
@@ -201,6 +206,7 @@ static void join(void *given) {
   if (team->parts_at == CLOSED) publish(team, CLOSED);
 }
 
+/* The team may lie on the stack: `run` returns once all threads have left `join`. */
 static void lead_until(int parts_at, parallel run, unsigned threads, void (*work)(void *),
                        void *job) {
   Team team = {.work = work, .job = job, .wanted = run && threads ? threads : 1,

@@ -382,6 +382,8 @@ def _reason_of_family(
     windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
     if windows and _longest(model, input_ids, config, kwargs) > min(windows):
         return "the text may outgrow the sliding window"
+    if config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
+        return "hidden states or attentions are returned"
     return draws(model) or verdict(model, key_of(model, beams, kwargs)) or None
 
 

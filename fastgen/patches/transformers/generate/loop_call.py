@@ -15,7 +15,7 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.unlisted.checked_stepper import CheckedStepper
-from fastgen.patches.transformers.unlisted.families import is_listed, key_of, verdict
+from fastgen.patches.transformers.unlisted.families import Key, is_listed, key_of, verdict
 
 
 @dataclass
@@ -99,9 +99,10 @@ class Call:
             stepper.outputs = []
         return stepper
 
-    def _unchecked(self, plan: Plan) -> tuple[object, ...] | None:
+    def _unchecked(self, plan: Plan) -> Key | None:
         """Return the key of a family without a spec that has to be checked; None otherwise."""
         if is_listed(self.model):
             return None
         key = key_of(self.model, plan.beams, self.model_kwargs)
-        return key if verdict(self.model, key) is None else None
+        # A call of another thread may have found a difference since the plan was made.
+        return None if verdict(self.model, key) == "" else key

@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import (
+    FAILURES,
     ROUNDED,
     UNDECIDED,
     agree,
@@ -30,15 +31,16 @@ from fastgen.patches.transformers.unlisted import families
 from fastgen.patches.transformers.unlisted.families import Undecided
 
 CHECKED = 3
-"""Decode steps that run both ways. Beams change places between them."""
+"""Decode steps that have to agree, over all calls. Beams change places between them."""
 
 
 class CheckedStepper(SharedStepper):
     """Stepper that also runs the model as transformers would, and compares the logits.
 
     Until the check is over, the caller gets the logits of transformers' way. Where both ways agree
-    in prefill and in `CHECKED` decode steps, the call continues over the shared cache, and so do
-    later calls from their start. Otherwise it continues with transformers' own cache.
+    in prefill and in `CHECKED` decode steps, of this call and earlier ones, the call continues over
+    the shared cache, and so do later calls from their start. Otherwise it continues with
+    transformers' own cache.
 
     Args:
         key: What the verdict depends on, from `families.key_of`.
@@ -54,7 +56,7 @@ class CheckedStepper(SharedStepper):
         input_ids: Tensor,
         generation_config: Any,
         model_kwargs: dict[str, Any],
-        key: tuple[object, ...],
+        key: families.Key,
     ) -> None:
         kwargs = model_kwargs | {CACHE: copy.deepcopy(model_kwargs[CACHE])}  # both are empty
         # Captured steps are compared by themselves, once the family is known.
@@ -63,7 +65,7 @@ class CheckedStepper(SharedStepper):
         self.own: ModuleStepper | None = ModuleStepper(
             model, plan, input_ids, generation_config, kwargs
         )
-        self._key, self._checked = key, 0
+        self._key = key
         self._given = model_kwargs | {CACHE: copy.deepcopy(kwargs[CACHE])}
 
     def prefill(self) -> Tensor:
@@ -79,11 +81,10 @@ class CheckedStepper(SharedStepper):
             return super().step(ids)
         logits = self.own.step(ids)
         found = self._tried(lambda: super(CheckedStepper, self).step(ids))
-        if found is not None:
-            self._checked += self._judge(found, logits)
-            if self._checked == CHECKED:
-                families.record(self._key, "")
-                self.own = None
+        agrees = found is not None and self._judge(found, logits)
+        if agrees and families.count_agreed(self._key) >= CHECKED:
+            families.record(self._key, "")
+            self.own = None
         return logits
 
     @property
@@ -107,18 +108,18 @@ class CheckedStepper(SharedStepper):
     def _tried(self, run: Callable[[], Tensor]) -> Tensor | None:
         """Return the logits of a run over the shared cache; None once the check has failed.
 
-        The run draws no random numbers from the caller's generators and leaves the attributes of
-        the model's modules as they were.
+        The run leaves the attributes of the model's modules as they were.
         """
         before = _attributes(self.model)
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
         try:
-            with cast(Any, torch.random).fork_rng(devices):
-                logits = run()
-        except Exception as error:
+            logits = run()
+        except FAILURES as error:
             _restore(before)
             self._leave(f"{type(error).__name__} over the shared cache", error)
             return None
+        except BaseException:  # an interrupt, or what a signal handler raises
+            _restore(before)
+            raise
         if _restore(before):
             self._leave("its modules keep state of their own")
             return None
@@ -135,7 +136,10 @@ class CheckedStepper(SharedStepper):
         """
         same = agree(found, own)
         if same is False:
-            same = distance(found, own) <= ROUNDED * self._effect_of_rounding
+            try:
+                same = distance(found, own) <= ROUNDED * self._effect_of_rounding
+            except torch.OutOfMemoryError:  # both caches are in memory
+                same = None
         if same is not True:
             self._leave(families.DIFFERS if same is False else UNDECIDED)
         return same is True

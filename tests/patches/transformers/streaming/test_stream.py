@@ -11,7 +11,7 @@ import torch
 from transformers import LogitsProcessor
 
 import fastgen
-from fastgen.patches.transformers.generate import generate as loops
+from fastgen.patches.transformers.generate import searches as loops
 from tests.support import zoo
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -90,13 +90,66 @@ def test_a_verdict_holds_for_all_models_of_a_class_that_compute_alike(runs: list
     assert "own" in runs
 
 
-def test_few_tokens_reach_no_verdict() -> None:
+def test_short_calls_reach_a_verdict_together() -> None:
     model = zoo.unproven()
     kwargs = zoo.batch(model, 2, 7) | {"num_beams": 3, "max_new_tokens": 3}
     assert assert_same(model, kwargs).error is None
     assert _verdicts_now() == []
-    assert assert_same(model, kwargs | {"max_new_tokens": 4}).error is None
+    assert assert_same(model, kwargs).error is None
     assert _verdicts_now() == [""]
+
+
+def test_a_module_that_is_replaced_is_checked(runs: list[str]) -> None:
+    model = zoo.unproven()
+    kwargs = zoo.batch(model, 2, 7) | {"num_beams": 3, "max_new_tokens": 6}
+    model.generate(**kwargs)
+
+    class Odd(nn.Module):
+        def __init__(self, own: nn.Module) -> None:
+            super().__init__()
+            self.own = own
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.own(x) * x.shape[0]
+
+    model.model.layers[0].mlp = Odd(model.model.layers[0].mlp)
+    runs.clear()
+    assert assert_same(model, kwargs).error is None
+    assert "own" in runs
+    assert not last_call().plan.shared
+
+
+def test_a_config_that_holds_objects() -> None:
+    model = zoo.unproven()
+    model.config.extra = object()
+    kwargs = zoo.batch(model, 2, 7) | {"num_beams": 3, "max_new_tokens": 6}
+    assert assert_same(model, kwargs).error is None
+    assert f"keys and values are not shared: {families.NOT_COMPARABLE}" in left_off()
+
+
+def test_returned_hidden_states() -> None:
+    model = zoo.unproven(torch.float64)
+    kwargs = zoo.batch(model, 2, 7) | {"num_beams": 3, "max_new_tokens": 6}
+    kwargs |= {"return_dict_in_generate": True, "output_hidden_states": True}
+    for _ in range(2):
+        assert assert_same(model, kwargs).error is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_exception_from_outside_is_raised(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.unproven()
+
+    def prefill(self: Any) -> Tensor:
+        model.model.marked = True
+        raise error
+
+    monkeypatch.setattr(SharedStepper, "prefill", prefill)
+    with pytest.raises(error):
+        model.generate(**zoo.batch(model, 2, 7), num_beams=3, max_new_tokens=6)
+    assert not hasattr(model.model, "marked")
+    assert _verdicts_now() == []
 
 
 def test_half_precision() -> None:
@@ -235,6 +288,15 @@ def test_dropout_that_draws_is_left_alone() -> None:
     kwargs = zoo.batch(model, 2, 7) | {"num_beams": 3, "max_new_tokens": 6}
     assert assert_same(model, kwargs).error is None
     assert _verdicts_now() == []
+    assert not last_call().plan.shared
+
+
+def test_trust_honours_what_was_found(setting: Callable[[str, str], None]) -> None:
+    model = zoo.alone(zoo.unproven())
+    kwargs = zoo.batch(model, 2, 7) | {"num_beams": 3, "max_new_tokens": 6}
+    model.generate(**kwargs)
+    setting("FASTGEN_UNKNOWN", "trust")
+    assert assert_same(model, kwargs).error is None
     assert not last_call().plan.shared
 
 
