@@ -3,6 +3,7 @@
 The tokens, and the state in which torch's generator is left, must be those of transformers.
 """
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.generation.logits_process import (
     LogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -24,6 +26,7 @@ from fastgen.decoding import loop
 from fastgen.decoding.backends import native_draws
 from fastgen.decoding.search import sampling
 from fastgen.decoding.search.multinomial import GeneratorUser, multinomial
+from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import noise
 from fastgen.ops.native import search as c
@@ -308,6 +311,31 @@ def test_other_draws_wait_for_those_in_c(
     model.generate(**kwargs)
     assert drawn
     assert not any(drawn)
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no operations in C here")
+def test_top_p_at_the_edge_of_many_alike() -> None:
+    """torch's sum of many equal probabilities is off by more than C's: the step is left to it."""
+    vocabulary, top_p = 262_144, 0.6
+    torch.manual_seed(0)
+    logits = torch.cat([torch.full((vocabulary - 20_000,), 0.1), torch.randn(20_000) + 3])
+    kept = TopPLogitsWarper(top_p)(None, logits[None].clone())
+    cumulative, order = logits.double().softmax(0).sort(descending=True)
+    edge = int((cumulative.cumsum(0) < top_p).sum())
+    by = ctypes.CDLL(f"{native.LIBRARIES}/{native.instruction_set()}.so")
+    by.draw_size.restype, by.draw_size.argtypes = ctypes.c_int64, [ctypes.c_int64]
+    by.draw_rows.argtypes = [ctypes.c_void_p] * 7 + [ctypes.c_int64] * 3
+    held = torch.zeros(by.draw_size(vocabulary), dtype=torch.uint8)
+    for token in order[edge - 40 : edge + 40].tolist():
+        noise = torch.ones(1, vocabulary)
+        noise[0, token] = 1e-12
+        draws = c.Draws(temperature=1.0, top_p=top_p, noise=noise.data_ptr())
+        drawn, twister = torch.zeros(1, dtype=torch.int64), torch.zeros(8000, dtype=torch.uint8)
+        status = by.draw_rows(
+            ctypes.byref(draws), twister.data_ptr(), drawn.data_ptr(), logits.data_ptr(), None,
+            ctypes.byref(c.Texts()), held.data_ptr(), 1, 1, vocabulary,
+        )  # fmt: skip
+        assert not status or int(drawn) == int((kept.softmax(-1) / noise).argmax())
 
 
 def test_dropout_in_training(variant: str) -> None:  # noqa: F811

@@ -68,7 +68,10 @@ def load() -> native.Library:
 
 
 def _is_current(emulator: "_Emulator") -> bool:
-    return emulator.call("made_from") & 0xFFFFFFFF == build.fingerprint()
+    try:
+        return emulator.call("made_from") & 0xFFFFFFFF == build.fingerprint()
+    except RuntimeError:  # a library of older sources may not even load
+        return False
 
 
 class _Emulator:
