@@ -52,7 +52,7 @@ help:  ## this list
 demo: $(READY)  ## translate real sentences unpatched and patched, side by side (about 4 minutes on 2 cores)
 	$(RUN) -m fastgen demo $(ARGS)
 
-test: $(READY)  ## a sample of the tests that covers every area (about 15 minutes on 2 cores)
+test: $(READY)  ## a sample of the tests that covers every area (about 10 minutes on 2 cores)
 	$(RUN) -m pytest -m "not slow" $(PYTEST)
 
 # On the oldest transformers the sample is enough: what a release changes lies in one file, patches/transformers/compat.py.

@@ -647,7 +647,7 @@ CASES = {
         Case(
             "qwen2_sampled",
             "generate",
-            "the same, sampled",
+            "Qwen2-0.5B, sampled, one prompt of 128 tokens",
             **_CHAT,
             options={"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 0.9},
             target=1.4,
@@ -655,15 +655,21 @@ CASES = {
         Case(
             "qwen2_batch",
             "generate",
-            "the same, greedy, 4 prompts",
+            "Qwen2-0.5B, greedy, 4 prompts of 128 tokens",
             **_CHAT | {"batch": 4},
             target=1.0,
         ),
-        Case("qwen2_beams", "generate", "the same, 4 beams", **_CHAT | {"beams": 4}, target=1.4),
+        Case(
+            "qwen2_beams",
+            "generate",
+            "Qwen2-0.5B, 4 beams, one prompt of 128 tokens",
+            **_CHAT | {"beams": 4},
+            target=1.4,
+        ),
         Case(
             "qwen2_long",
             "generate",
-            "the same, greedy, one prompt of 1,024 tokens, 16 new tokens",
+            "Qwen2-0.5B, greedy, one prompt of 1,024 tokens, 16 new tokens",
             **_CHAT | {"source": 1024, "new_tokens": 16},
             target=1.0,
         ),

@@ -111,6 +111,9 @@ def _title(case: str) -> str:
     """Return what a case is, in words."""
     if case in CASES:
         return CASES[case].help
+    of_dtype, _, dtype = case.rpartition("_")
+    if dtype in ("bfloat16", "float16", "float64"):
+        return f"{CASES[of_dtype].help}, {dtype}"
     name = case.removeprefix("trained_")
     return f"the trained model {name}, on real sentences"
 
