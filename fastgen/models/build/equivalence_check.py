@@ -59,22 +59,17 @@ def agree(found: Tensor, own: Tensor, rounded: Tensor | None = None) -> bool | N
         return True
     if rounded is None:
         return False
-    return distance(found, own) <= ROUNDED * distance(rounded, found, spread_of=own)
+    effect = (rounded.double() - found.double()).norm()
+    return bool((found.double() - own.double()).norm() <= ROUNDED * effect)
 
 
-def distance(found: Tensor, reference: Tensor, spread_of: Tensor | None = None) -> float:
-    """Return the distance of logits (R, V), relative to their spread.
-
-    Args:
-        found: Logits.
-        reference: Logits.
-        spread_of: Logits whose spread is the unit; None for the reference.
-    """
-    difference = (found.double() - reference.double()).norm()
+def distance(found: Tensor, reference: Tensor) -> float:
+    """Return the distance of logits (R, V), relative to the spread of the reference."""
+    found, reference = found.double(), reference.double()
+    difference = (found - reference).norm()
     if difference == 0:
         return 0.0  # also where the spread is 0
-    unit = (reference if spread_of is None else spread_of).double()
-    return float(difference / (unit - unit.mean(-1, keepdim=True)).norm())
+    return float(difference / (reference - reference.mean(-1, keepdim=True)).norm())
 
 
 FAILURES = AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError

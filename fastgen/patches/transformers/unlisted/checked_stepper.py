@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -138,7 +139,7 @@ class CheckedStepper(SharedStepper):
         if same is False:
             try:
                 same = distance(found, own) <= ROUNDED * self._effect_of_rounding
-            except torch.OutOfMemoryError:  # both caches are in memory
+            except FAILURES:  # such as a lack of memory: both caches are there
                 same = None
         if same is not True:
             self._leave(families.DIFFERS if same is False else UNDECIDED)
@@ -155,7 +156,8 @@ class CheckedStepper(SharedStepper):
             return 0.0
         own = self._prompt_alone()
         with _Noisy(noise, self.model.dtype):
-            return distance(self._prompt_alone(), own)
+            effect = distance(self._prompt_alone(), own)
+        return effect if math.isfinite(effect) else 0.0
 
     def _prompt_alone(self) -> Tensor:
         """Return the logits of the prompt, over a cache of its own."""

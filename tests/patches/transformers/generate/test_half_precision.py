@@ -151,3 +151,13 @@ def test_rounding_is_tried_where_it_counts(dtype: torch.dtype) -> None:
     assert len(calls) == 1
     assert tried(make, torch.bfloat16) == Tried(calls[1:2], calls[2:])
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_constant_logits_agree_with_nothing_else() -> None:
+    """Neither side's spread, which may be 0, widens what rounding explains."""
+    constant, noisy = torch.full((2, 9), 5.0), torch.full((2, 9), 5.01)
+    spread = torch.arange(18.0).view(2, 9)
+    for dtype in (torch.bfloat16, torch.float16):
+        tensors = [x.to(dtype) for x in (constant, noisy, spread)]
+        for found, rounded, own in (tensors, [tensors[2], tensors[2] + 0.01, tensors[0]]):
+            assert equivalence_check.agree(found, own, rounded) is False
