@@ -310,7 +310,7 @@ def _embedding(rig: Rig, r: int, d: int) -> tuple[Call, Call]:
 
     ids, tokens, table = rig.integers(50_264, r), rig.randn(50_264, d), rig.randn(1026, d)
     weight, bias, scale = rig.randn(d), rig.randn(d), d**0.5
-    of = NormParameters(weight, bias, 1e-5, 0.0, rms=False)
+    of = NormParameters(weight, bias, 1e-5)
 
     def stock() -> Any:
         total = F.embedding(ids, tokens) * scale + table[9]
