@@ -312,7 +312,7 @@ def _watched_passes(
         passes: receives the times, by (whether the pass is the large model's, number of tokens).
         steps: receives the times of the large model's decode steps where it runs alone.
     """
-    extends, steps_on = bild._Whole.extend, bild.FusedDecoder.__call__
+    extends, steps_on = bild._FusedModel.extend, bild.FusedDecoder.__call__
 
     def timed(call: Callable[[], Any]) -> tuple[Any, float]:
         began = time.perf_counter()
@@ -334,7 +334,7 @@ def _watched_passes(
         return logits
 
     with (
-        mock.patch.object(bild._Whole, "extend", extend),
+        mock.patch.object(bild._FusedModel, "extend", extend),
         mock.patch.object(bild.FusedDecoder, "__call__", step),
     ):
         yield

@@ -162,8 +162,8 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     for start in (5, torch.tensor([5])):
         yield partial(cache.write_slots_, keys, keys.clone(), new, new, start)
     heads, angle = torch.zeros(16, 16, 64, dtype=dtype), torch.zeros(16, 1, 64, dtype=dtype)
-    for start, neighbours in ((5, False), (torch.tensor([5]), True)):
-        turn = rotation.Rotation(angle, angle, neighbours)
+    for start, interleaved in ((5, False), (torch.tensor([5]), True)):
+        turn = rotation.Rotation(angle, angle, interleaved)
         yield partial(
             rotation.turn_into_slots_, heads, heads, heads, turn, keys, keys.clone(), start
         )

@@ -24,23 +24,23 @@ class Rotation(NamedTuple):
     Attributes:
         cosine: (1 or R, 1, E), of the queries' dtype, or of fp32 to compute the products in fp32.
         sine: as `cosine`.
-        neighbours: whether the two dimensions of a rotated pair are adjacent, instead of E / 2
+        interleaved: whether the two dimensions of a rotated pair are adjacent, instead of E / 2
             apart.
         fp32: whether queries and keys are rounded to fp32 first.
     """
 
     cosine: Tensor
     sine: Tensor
-    neighbours: bool = False
+    interleaved: bool = False
     fp32: bool = False
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     """Return x (R, H, D) with the rotation applied."""
-    cosine, sine, neighbours, fp32 = rotation
+    cosine, sine, interleaved, fp32 = rotation
     rotary, rest = x[..., : cosine.shape[-1]], x[..., cosine.shape[-1] :]
     rotary = rotary.float() if fp32 else rotary
-    if neighbours:
+    if interleaved:
         swapped = torch.stack([-rotary[..., 1::2], rotary[..., ::2]], -1).flatten(-2)
     else:
         first, second = rotary.chunk(2, -1)
@@ -93,13 +93,13 @@ def turn_into_slots_(
         query, key = rotated(query, rotation), rotated(key, rotation)
         write_slots_(keys, values, key[:, :, None], value[:, :, None], start)
         return query
-    cosine, sine, neighbours, fp32 = rotation
+    cosine, sine, interleaved, fp32 = rotation
     out = query.new_empty(query.shape)
     launch(
         _turn_kernel, (rows, heads + 2 * kv_heads), query, key, value, cosine, sine, out, keys,
         values, start, rows // b, heads, kv_heads, dims, cosine.shape[-1], *query.stride()[:2],
         *key.stride()[:2], *value.stride()[:2], cosine.stride(0) if cosine.shape[0] > 1 else 0,
-        *keys.stride()[:3], *values.stride()[:3], NEIGHBOURS=neighbours,
+        *keys.stride()[:3], *values.stride()[:3], NEIGHBOURS=interleaved,
         ROUNDS=cosine.dtype == query.dtype != torch.float32 and not fp32,
         COUNTED=isinstance(start, Tensor),
         BLOCK=power_of_two(dims), num_warps=1 if dims <= 128 else 4,

@@ -859,7 +859,7 @@ def test_cache(device: str) -> None:
 
 
 def _check_rotation(
-    ops: Any, device: str, dtype: torch.dtype, dims: int, turned: int, neighbours: bool
+    ops: Any, device: str, dtype: torch.dtype, dims: int, turned: int, interleaved: bool
 ) -> None:
     b, m, heads, kv_heads = 2, 3, 4, 2
     made = _randn(b * m, heads + 2 * kv_heads, dims, dtype=dtype, device=device)
@@ -867,8 +867,8 @@ def _check_rotation(
     query, key, value = made.split((heads, kv_heads, kv_heads), 1)
     for rows, angles in ((1, torch.float32), (b * m, dtype)):
         angle = _randn(rows, 1, turned, seed=1, device=device)
-        turn = ops.Rotation(angle.cos().to(angles), angle.sin().to(angles), neighbours)
-        exact = ops.Rotation(turn.cosine.double(), turn.sine.double(), neighbours)
+        turn = ops.Rotation(angle.cos().to(angles), angle.sin().to(angles), interleaved)
+        exact = ops.Rotation(turn.cosine.double(), turn.sine.double(), interleaved)
         for start in (4, torch.tensor([4], device=device)):
             keys, values = (
                 _randn(b, kv_heads, 9, dims, seed=s, dtype=dtype, device=device) for s in (2, 3)
@@ -887,13 +887,13 @@ def _check_rotation(
             assert torch.equal(values, wanted_values)
 
 
-@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dims", "turned"), [(8, 8), (80, 32)])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rotation(
-    dtype: torch.dtype, dims: int, turned: int, neighbours: bool, device: str
+    dtype: torch.dtype, dims: int, turned: int, interleaved: bool, device: str
 ) -> None:
-    _check_rotation(rotation, device, dtype, dims, turned, neighbours)
+    _check_rotation(rotation, device, dtype, dims, turned, interleaved)
 
 
 # Tables of a beam search.

@@ -33,7 +33,7 @@ def _by() -> native.Library:
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, **given: object) -> Tensor:
     by, out = _by(), x.new_full((*x.shape[:-1], len(weight)), torch.nan)
-    options = {"behind": None, "residual": None} | given
+    options = {"activation": None, "residual": None} | given
     return native.product(by, x, native.packed(by, weight), bias, out=out, **options)  # type: ignore
 
 
@@ -61,12 +61,12 @@ def test_products(
         _check(_product(x, weight, bias), (total + bias).to(dtype))
         for kind, function in FUNCTIONS.items():
             wanted = function((total + bias).to(dtype).float()).to(dtype) + residual
-            _check(_product(x, weight, bias, behind=kind, residual=residual), wanted)
+            _check(_product(x, weight, bias, activation=kind, residual=residual), wanted)
         assert all(map(torch.equal, before, (x, weight, bias, residual)))
 
 
 def _check(found: Tensor, wanted: Tensor) -> None:
-    """Check that nearly all values are equal, and the others neighbours, as fp32 sums differ."""
+    """Check that nearly all values are equal, and the others adjacent, as fp32 sums differ."""
     assert found.dtype == wanted.dtype
     tolerance = 2 * torch.finfo(wanted.dtype).eps
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)

@@ -40,8 +40,8 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
         search, steps, model = self.search, self.steps, self.model
         text, rule = search.text, search.rule
         # A user's stopping criterion may let texts outgrow the tables. Single steps raise then.
-        alike = min(steps.alike(text), search.ids.shape[2] - search.length)
-        prepared = model.begin_steps(alike) if alike > 0 else None
+        uniform = min(steps.uniform_steps(text), search.ids.shape[2] - search.length)
+        prepared = model.begin_steps(uniform) if uniform > 0 else None
         if (
             prepared is None
             or rule.candidates >= prepared.logits.shape[1]
@@ -68,14 +68,14 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
             scores=search.scores.data_ptr(), finished_scores=finished.scores.data_ptr(),
             finished_done=finished.done.data_ptr(), improvable=search.improvable.data_ptr(),
             flags=flags.data_ptr(), sentences=sentences.data_ptr(),
-            sight=native_multistep.sight(prepared), candidates=rule.candidates,
+            slot_mask=native_multistep.slot_mask(prepared), candidates=rule.candidates,
             stops_early=rule.early_stopping is True, far=rule.far or 0, never=rule.never,
             penalty=rule.length_penalty,
         )  # fmt: skip
         outcome = native_multistep.run(
             model, prepared, texts,
             lambda threads: c.search_beams(prepared.by, threads, prepared.decoder, texts, beams),
-            lambda: beams.sight.open > 0,
+            lambda: beams.slot_mask.open > 0,
         )  # fmt: skip
         del held
         steps.note(search.length, outcome.made)

@@ -40,13 +40,13 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
         if search.selector.phase(search.step) is None or search.scores.dtype != torch.float32:
             return None
         b, m, step, attention = search.present, search.beams, search.step, search.attention
-        alike = min(steps.alike(search.text), search.longest - step, room.COMPACT_EVERY)
-        if alike <= 0 or bool(search.ignored.any()):
+        uniform = min(steps.uniform_steps(search.text), search.longest - step, room.COMPACT_EVERY)
+        if uniform <= 0 or bool(search.ignored.any()):
             return None
         if attention is not None:
-            attention.make_room(step + alike - 1)
+            attention.make_room(step + uniform - 1)
         prepared = model.begin_steps(
-            alike, None if attention is None else attention.rows[step : step + alike]
+            uniform, None if attention is None else attention.rows[step : step + uniform]
         )
         if (
             prepared is None
@@ -71,7 +71,7 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
             over=over.data_ptr(), counts=counts.data_ptr(), places=finished.data_ptr(),
             finished_tokens=finished_tokens.data_ptr(),
             finished_scores=finished_scores.data_ptr(), width=width,
-            sight=native_multistep.sight(prepared),
+            slot_mask=native_multistep.slot_mask(prepared),
         )  # fmt: skip
         if attention is not None and origins is not None:
             job.origins, job.finished_origins = attention.origins.data_ptr(), origins.data_ptr()
@@ -85,7 +85,7 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
             lambda threads: c.search_first_finished(
                 prepared.by, threads, prepared.decoder, texts, job
             ),
-            lambda: job.sight.open > 0,
+            lambda: job.slot_mask.open > 0,
         )  # fmt: skip
         del held
         search.step += outcome.made

@@ -110,7 +110,7 @@ class Steps:
             in_memory(each, dtype=torch.int64) and len(each) in (1, sentences) for each in sources
         )
 
-    def alike(self, text: Text) -> int:
+    def uniform_steps(self, text: Text) -> int:
         """Return for how many steps, up to `MOST`, C can apply the transforms unchanged.
 
         Returns:
@@ -229,7 +229,7 @@ def covers_sight(prepared: Prepared, sentences: int, beams: int) -> bool:
     )
 
 
-def sight(prepared: Prepared) -> c.Sight:
+def slot_mask(prepared: Prepared) -> c.SlotMask:
     """Return the structure that describes the attention mask to C.
 
     The KV slots of the next step are already visible.
@@ -239,7 +239,7 @@ def sight(prepared: Prepared) -> c.Sight:
     """
     mask = prepared.mask
     assert mask is not None
-    return c.Sight(
+    return c.SlotMask(
         mask=mask.data_ptr(), own=prepared.own.data_ptr(),
         mask_b=mask.stride(0), mask_m=mask.stride(1),
         prefix=prepared.prefix, filled=prepared.filled,

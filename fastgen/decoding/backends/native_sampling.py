@@ -48,8 +48,8 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         if search.user is not None and not search.user.is_alone():
             return None  # another thread draws, and would wait for all steps of a C call
         text, (rows, length) = search.text, search.ids.shape
-        alike = steps.alike(text)
-        prepared = model.begin_steps(alike) if alike else None
+        uniform = steps.uniform_steps(text)
+        prepared = model.begin_steps(uniform) if uniform else None
         if prepared is None:
             return None
         beams = len(prepared.own)
@@ -65,7 +65,7 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         ids = search.ids.new_empty(rows, length + prepared.steps)
         ids[:, :length] = search.ids
         running, room = search.running.contiguous().clone(), ids.new_empty(rows)
-        sight = native_multistep.sight(prepared) if beams > 1 else None
+        slot_mask = native_multistep.slot_mask(prepared) if beams > 1 else None
         parents = torch.arange(beams, device="cpu", dtype=torch.int64).repeat(sentences)
         leave = fewest_leaving(rows, search.captured) if search.may_drop else 0
         texts, held = steps.texts(text, ids.view(sentences, beams, -1), rows, prepared, leave)
@@ -73,7 +73,7 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
 
         def search_rows(threads: int, draws: c.Draws | None = None) -> int:
             return c.search_rows(
-                prepared.by, threads, prepared.decoder, texts, draws, sight, running.data_ptr(),
+                prepared.by, threads, prepared.decoder, texts, draws, slot_mask, running.data_ptr(),
                 parents.data_ptr(), room.data_ptr(), pad,
             )  # fmt: skip
 
@@ -85,7 +85,7 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
             prepared,
             texts,
             search_rows if self.draws is None else partial(draw_rows, self.draws),
-            lambda: sight is not None and sight.open > 0,
+            lambda: slot_mask is not None and slot_mask.open > 0,
         )
         del held
         steps.note(length, outcome.made)

@@ -48,7 +48,7 @@ def stable_prefix(search: BeamSearch, begin: int) -> Tensor:
     return rows[:, 0].where(agrees, -1)
 
 
-class _Asked(NamedTuple):
+class _Pending(NamedTuple):
     """Final tokens of a step, on their way from the device.
 
     Attributes:
@@ -77,7 +77,7 @@ class StablePrefix:
     tell: Callable[[int, int, Tensor], object]
     sentences: int
     prompt: int
-    _asked: _Asked | None = field(default=None, init=False)
+    _pending: _Pending | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._told = [self.prompt] * self.sentences
@@ -86,26 +86,26 @@ class StablePrefix:
     def __call__(self, search: BeamSearch) -> None:
         begin = min(self._told[number] for number in self._present)
         table = torch.cat([search.sentences[:, None], stable_prefix(search, begin)], 1)
-        pending = _Asked(begin, graph.DelayedRead(table))
+        pending = _Pending(begin, graph.DelayedRead(table))
         pending.found.send(table)
-        if self._asked is not None:
-            self._read(self._asked)
-        self._asked = pending
+        if self._pending is not None:
+            self._read(self._pending)
+        self._pending = pending
         if pending.found.ready:
             self._read(pending)
-            self._asked = None
+            self._pending = None
 
     def end(self, number: int, text: Tensor) -> None:
         """Report the rest of a sentence's text (L,) once its search has ended."""
         self._tell(number, text[self._told[number] :].cpu())
 
-    def _read(self, asked: _Asked) -> None:
-        table = asked.found.read()
+    def _read(self, pending: _Pending) -> None:
+        table = pending.found.read()
         tokens = table[:, 1:]
         self._present = cast("list[int]", cast(Any, table[:, 0]).tolist())
         known: list[int] = cast(Any, (tokens >= 0).sum(1)).tolist()
         for row, number in enumerate(self._present):
-            self._tell(number, tokens[row, self._told[number] - asked.begin : known[row]])
+            self._tell(number, tokens[row, self._told[number] - pending.begin : known[row]])
 
     def _tell(self, number: int, tokens: Tensor) -> None:
         if len(tokens):

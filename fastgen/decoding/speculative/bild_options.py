@@ -45,7 +45,7 @@ class Options:
 def options(
     small: Any,
     layers: int | None,
-    asked: Mapping[str, Any],
+    requested: Mapping[str, Any],
     stored: Mapping[str, Any],
     smalls: tuple[str, str],
     called: Callable[[str], str] = str,
@@ -55,7 +55,7 @@ def options(
     Args:
         small: the small model, or None.
         layers: number of layers of the large model that draft instead, or None.
-        asked: values that the call passes, keyed by `NAMES`.
+        requested: values that the call passes, keyed by `NAMES`.
         stored: values that apply where the call passes none.
         smalls: names under which the user passes the small model and the number of layers.
         called: maps one of `NAMES` to the name that the user knows.
@@ -67,24 +67,24 @@ def options(
     """
     if (small is None) == (layers is None):
         prefix = "".join(
-            f"{', '.join(map(called, values))}: " for values in (asked or stored,) if values
+            f"{', '.join(map(called, values))}: " for values in (requested or stored,) if values
         )
         raise ValueError(
             f"{prefix}big-little decoding needs a small model, either {smalls[0]} or {smalls[1]} "
             f"(layers of the model itself), and got {'neither' if small is None else 'both'}"
         )
-    if asked.get("lossless") and asked.get("rollback_threshold") is not None:
+    if requested.get("lossless") and requested.get("rollback_threshold") is not None:
         raise ValueError(
             f"{called('lossless')}=True keeps no token but the large model's own; "
-            f"{called('rollback_threshold')}={asked['rollback_threshold']} would keep others"
+            f"{called('rollback_threshold')}={requested['rollback_threshold']} would keep others"
         )
-    if asked.get("rollback_threshold") is not None or asked.get("lossless") is False:
+    if requested.get("rollback_threshold") is not None or requested.get("lossless") is False:
         stored = {
             name: value
             for name, value in stored.items()
             if name not in ("lossless", "adaptive_draft")
         }
-    values = {**stored, **asked}
+    values = {**stored, **requested}
     if values.get("adaptive_draft") and not values.get("lossless"):
         raise ValueError(
             f"{called('adaptive_draft')}=True goes by the clock, and would change the output: "

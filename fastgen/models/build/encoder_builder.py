@@ -14,7 +14,7 @@ from fastgen.models.build.stack_reader import StackReader
 from fastgen.models.layers import linear, packed_weights
 from fastgen.models.layers.linear import Linear, Own, Product
 from fastgen.models.memory.scratch import memory_of
-from fastgen.models.runtime.encoder import Encoder, PositionBias, SentenceAttention
+from fastgen.models.runtime.encoder import Encoder, EncoderSelfAttention, PositionBias
 from fastgen.models.runtime.native_step import encoded_together
 from fastgen.models.specs.model_spec import Attention, Stack
 from fastgen.models.state import state_of
@@ -77,7 +77,7 @@ class _EncoderReader(StackReader):
             raise NotFused(OTHERWISE)
         return encoder
 
-    def self_attention(self, module: Any, names: Attention) -> SentenceAttention:
+    def self_attention(self, module: Any, names: Attention) -> EncoderSelfAttention:
         attention = super().self_attention(module, names)
         if (
             attention.query_norm is not None
@@ -85,8 +85,8 @@ class _EncoderReader(StackReader):
             or attention.rotary is not None
         ):
             raise NotFused("attention in a form of its own")
-        return SentenceAttention(
-            attention.parts, attention.heads, attention.dims, attention.scale, self.table
+        return EncoderSelfAttention(
+            attention.projections, attention.heads, attention.dims, attention.scale, self.table
         )
 
     def score_bias(self, module: Any, names: Attention) -> None:

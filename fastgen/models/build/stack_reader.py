@@ -27,11 +27,11 @@ from fastgen.models.layers.norm import Norm, NormLike, OwnNorm, Times, rms_norm,
 from fastgen.models.layers.positions import Bias, InterleavedRotary, Rotary, RotationTable
 from fastgen.models.routing.instance import is_toolkits
 from fastgen.models.runtime.decode_step import (
+    CrossAttention,
     Embedding,
     FeedForward,
-    SourceAttention,
+    SelfAttention,
     Sublayer,
-    TextAttention,
 )
 from fastgen.models.runtime.prophetnet import StreamAttention, StreamEmbedding
 from fastgen.models.specs.model_spec import Attention, Mlp, Stack
@@ -44,14 +44,14 @@ class _Part(NamedTuple):
 
     Attributes:
         layer: Index of the layer.
-        mix: Attention or feed-forward, without the output projection.
+        mixer: Attention or feed-forward, without the output projection.
         out: The output projection.
         own: The norm of the output, before the residual sum; None for none.
         norm: The sublayer's norm.
     """
 
     layer: int
-    mix: Callable[[Tensor, int, Any], Tensor]
+    mixer: Callable[[Tensor, int, Any], Tensor]
     out: Product
     own: NormLike | None
     norm: NormLike
@@ -115,11 +115,11 @@ class StackReader:
         sublayers = [
             Sublayer(
                 part.layer,
-                part.mix,
+                part.mixer,
                 part.out,
                 norm,
                 part.own,
-                parallel and type(part.mix) is TextAttention,
+                parallel and type(part.mixer) is SelfAttention,
             )
             for part, norm in zip(parts, behind, strict=True)
         ]
@@ -221,7 +221,7 @@ class StackReader:
                 nearness=self.product(at(module, names.relative_positions)),
                 buckets=self.distance_buckets(module),
             )  # fmt: skip
-        return TextAttention(
+        return SelfAttention(
             self.products(qkv), heads, dims, scale, query_norm, key_norm,
             self.score_bias(module, names), self.rotary(module, names.rotary), softcap, groups,
             names.values_first, repeats_kv, names.rotary.interleaved, names.norms_all_heads,
@@ -234,14 +234,14 @@ class StackReader:
             self.product(module)
         return products(modules)
 
-    def cross_attention(self, module: Any, names: Attention) -> SourceAttention:
+    def cross_attention(self, module: Any, names: Attention) -> CrossAttention:
         dims, query = getattr(module, names.head_dim), at(module, names.qkv[0])
         makers = [at(module, name) for name in names.qkv[1:]]
         self.read.update(makers)
         plain = all(is_linear(maker) and maker.weight.dtype == self.dtype for maker in makers)
         scale = float(names.scale(module))
         self.facts += (dims, scale)
-        return SourceAttention(
+        return CrossAttention(
             self.product(query), query.out_features // dims, dims, scale,
             (product(makers[0]), product(makers[1])) if plain and len(makers) == 2 else None,
         )  # fmt: skip

@@ -12,12 +12,12 @@ from fastgen.models.layers.linear import Own, SideBySide
 from fastgen.models.layers.norm import Norm, OwnNorm, Times
 from fastgen.models.layers.positions import Bias, InterleavedRotary, RotationTable
 from fastgen.models.runtime.decode_step import (
+    CrossAttention,
     DecoderStep,
     Embedding,
     FeedForward,
-    SourceAttention,
+    SelfAttention,
     Sublayer,
-    TextAttention,
 )
 
 
@@ -30,11 +30,11 @@ _MADE: dict[type, tuple[str, ...]] = {SideBySide: ("weight", "bias"), Bias: ("ta
 
 _PARTS = (
     DecoderStep, Embedding, FeedForward, InterleavedRotary, Norm, OwnNorm, RotationTable,
-    SourceAttention, Sublayer, TextAttention, Times,
+    CrossAttention, Sublayer, SelfAttention, Times,
 )  # fmt: skip
 _UNREAD: dict[type, tuple[str, ...]] = {
     DecoderStep: ("facts", "module", "together"),
-    SourceAttention: ("made_by",),
+    CrossAttention: ("made_by",),
 }
 """Fields that a decode step on a device does not read."""
 

@@ -242,12 +242,12 @@ def products(modules: Sequence[Any]) -> tuple[Product, ...]:
     """
     first = modules[0].weight
     limit = MERGED[first.device.type != "cpu"]
-    alike = all(
+    same_kind = all(
         type(module) is nn.Linear and module.weight.dtype == first.dtype for module in modules
     )
     if (
         len(modules) > 1
-        and alike
+        and same_kind
         and len({module.bias is None for module in modules}) == 1
         and all(module.weight.nbytes <= limit for module in modules)
     ):

@@ -271,15 +271,15 @@ class Context:
 
 
 @dataclass(frozen=True)
-class TextAttention:
+class SelfAttention:
     """Self-attention of each beam's newest token over its text, including that token.
 
     Attributes:
-        parts: Three products of queries, keys and values, or a single product of all three.
+        projections: Three products of queries, keys and values, or a single product of all three.
         heads: Number of query heads H.
         dims: Head dimension D.
         scale: Factor of the scores.
-        query_norm: Norm of the queries, per head or over all heads (`whole_norms`); None for none.
+        query_norm: Norm of the queries, per head or over all (`norms_all_heads`); None for none.
         key_norm: The same for the keys.
         bias: Bias of the scores by distance; None for none.
         rotary: Rotary position embedding of queries and keys; None for none.
@@ -287,14 +287,14 @@ class TextAttention:
         blocks: Number of blocks of the outputs of a single product; each block has the queries,
             keys and values of the same number of heads.
         values_first: Whether values come before keys in those blocks.
-        spread: Whether each key head is stored once per query head that reads it.
-        neighbours: Whether the rotation pairs adjacent elements (GPT-J style).
-        whole_norms: Whether the norms run over all heads together.
+        repeats_kv: Whether each key head is stored once per query head that reads it.
+        interleaved: Whether the rotation pairs adjacent elements (GPT-J style).
+        norms_all_heads: Whether the norms run over all heads together.
         norms_rotated: Whether the norms come after the rotation.
         rotates_fp32: Whether the rotation rounds queries and keys to fp32 first.
     """
 
-    parts: Sequence[Product]
+    projections: Sequence[Product]
     heads: int
     dims: int
     scale: float
@@ -305,9 +305,9 @@ class TextAttention:
     softcap: float | None = None
     blocks: int = 1
     values_first: bool = False
-    spread: bool = False
-    neighbours: bool = False
-    whole_norms: bool = False
+    repeats_kv: bool = False
+    interleaved: bool = False
+    norms_all_heads: bool = False
     norms_rotated: bool = False
     rotates_fp32: bool = False
 
@@ -316,19 +316,19 @@ class TextAttention:
         """Number of key and value heads in the cache."""
         return (
             self.heads
-            if self.spread
-            else (sum(part.outputs for part in self.parts) // self.dims - self.heads) // 2
+            if self.repeats_kv
+            else (sum(part.outputs for part in self.projections) // self.dims - self.heads) // 2
         )
 
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
-        projected = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.parts]
+        projected = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.projections]
         query, key, value = projected if len(projected) > 1 else self._split(projected[0])
         if not self.norms_rotated:
             query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
         if self.rotary is not None:
             angles = context.rotation(self.rotary, x)
-            rotation = Rotation(*angles, self.neighbours, self.rotates_fp32)
-            plain = not (self.spread or self.norms_rotated)
+            rotation = Rotation(*angles, self.interleaved, self.rotates_fp32)
+            plain = not (self.repeats_kv or self.norms_rotated)
             if isinstance(context, Context) and plain and runs_kernels(query):
                 return context.self_attention(
                     layer, query, key, value, self.bias, self.scale, self.softcap, rotation
@@ -336,7 +336,7 @@ class TextAttention:
             query, key = rotated(query, rotation), rotated(key, rotation)
         if self.norms_rotated:
             query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
-        if self.spread:
+        if self.repeats_kv:
             key, value = (
                 each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value)
             )
@@ -345,7 +345,7 @@ class TextAttention:
     def _normed(self, x: Tensor, of_heads: NormLike | None) -> Tensor:
         if of_heads is None:
             return x
-        return of_heads(x.flatten(1))[0].view_as(x) if self.whole_norms else of_heads(x)[0]
+        return of_heads(x.flatten(1))[0].view_as(x) if self.norms_all_heads else of_heads(x)[0]
 
     def _split(self, made: Tensor) -> Sequence[Tensor]:
         """Split the output of a single product into queries, keys and values.
@@ -367,7 +367,7 @@ class TextAttention:
 
 
 @dataclass(frozen=True)
-class SourceAttention:
+class CrossAttention:
     """Cross-attention of the newest token over precomputed keys and values of the source.
 
     Attributes:
@@ -395,26 +395,28 @@ class FeedForward:
     """The first half of a feed-forward block: an activated linear layer with an optional gate.
 
     Attributes:
-        wide: The linear layer whose output is activated.
+        activated: The linear layer whose output is activated.
         activation: Kind of activation, as in `ops.activation`.
-        gated: Linear layer of the gate; None for none.
-        halves: Whether the second half of the output of `wide` is the gate of the first half.
+        multiplier: Linear layer of the gate; None for none.
+        halves: Whether the second half of the output of `activated` is the gate of the first half.
     """
 
-    wide: Product
+    activated: Product
     activation: str
-    gated: Product | None = None
+    multiplier: Product | None = None
     halves: bool = False
 
     def __call__(self, x: Tensor, layer: int, context: Any) -> Tensor:
         if self.halves:
-            active, gate = self.wide.apply(x).chunk(2, 1)
+            active, gate = self.activated.apply(x).chunk(2, 1)
             return fused_activation(active, self.activation, gate=gate)
-        if self.gated is None:
-            return self.wide.apply(x, self.activation)
-        if self.wide.fuses:
-            return self.wide.apply(x, self.activation).mul_(self.gated.apply(x))
-        return fused_activation(self.wide.apply(x), self.activation, gate=self.gated.apply(x))
+        if self.multiplier is None:
+            return self.activated.apply(x, self.activation)
+        if self.activated.fuses:
+            return self.activated.apply(x, self.activation).mul_(self.multiplier.apply(x))
+        return fused_activation(
+            self.activated.apply(x), self.activation, gate=self.multiplier.apply(x)
+        )
 
 
 @dataclass(frozen=True)
@@ -423,7 +425,7 @@ class Sublayer:
 
     Attributes:
         layer: Index of the decoder layer.
-        mix: Attention or feed-forward, called with the input, `layer` and the step's inputs.
+        mixer: Attention or feed-forward, called with the input, `layer` and the step's inputs.
         out: Product of the output projection.
         norm: Norm of the residual sum.
         own: Norm of the projection's output before the residual sum; None for none.
@@ -432,7 +434,7 @@ class Sublayer:
     """
 
     layer: int
-    mix: Callable[[Tensor, int, Any], Tensor]
+    mixer: Callable[[Tensor, int, Any], Tensor]
     out: Product
     norm: NormLike = unnormed
     own: NormLike | None = None
@@ -444,7 +446,7 @@ class Sublayer:
         Args:
             x: Input of the sublayer (R, C).
             stream: Residual stream (R, C).
-            context: Inputs of the step, which `mix` reads.
+            context: Inputs of the step, which `mixer` reads.
 
         Returns:
             The input of the next sublayer and the residual stream, (R, C) each.
@@ -455,7 +457,7 @@ class Sublayer:
         return compared.rounding(outputs[0]), compared.rounding(outputs[1])
 
     def _made(self, x: Tensor, stream: Tensor, context: Any) -> tuple[Tensor, Tensor]:
-        mixed = self.mix(x, self.layer, context)
+        mixed = self.mixer(x, self.layer, context)
         if self.parallel:
             return self.norm(stream)[0], self.out.apply(mixed, residual=stream)
         if self.own is not None:
@@ -564,9 +566,9 @@ class DecoderStep:
     @property
     def layers(self) -> tuple[int, int]:
         """Numbers of self-attention and cross-attention layers."""
-        mixes = [sublayer.mix for sublayer in self.sublayers]
-        return sum(isinstance(m, TextAttention) for m in mixes), sum(
-            isinstance(m, SourceAttention) for m in mixes
+        mixers = [sublayer.mixer for sublayer in self.sublayers]
+        return sum(isinstance(m, SelfAttention) for m in mixers), sum(
+            isinstance(m, CrossAttention) for m in mixers
         )
 
     @property
@@ -576,7 +578,7 @@ class DecoderStep:
     @property
     def counts_padding(self) -> bool:
         """Whether attention needs the number of padding tokens, which position ids do not tell."""
-        biases = (s.mix.bias for s in self.sublayers if isinstance(s.mix, TextAttention))
+        biases = (s.mixer.bias for s in self.sublayers if isinstance(s.mixer, SelfAttention))
         return any(bias is not None and bias.by_position for bias in biases)
 
     def __call__(self, ids: Tensor, context: StepInputs) -> Tensor:

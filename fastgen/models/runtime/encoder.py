@@ -279,18 +279,18 @@ class PositionBias:
 
 
 @dataclass(frozen=True)
-class SentenceAttention:
+class EncoderSelfAttention:
     """Self-attention of every row over the tokens of its sentence.
 
     Attributes:
-        parts: Products of queries, keys and values.
+        projections: Products of queries, keys and values.
         heads: Number of heads H.
         dims: Head dimension D.
         scale: Factor of the scores.
         bias: Bias of the scores by position; None for none.
     """
 
-    parts: Sequence[Product]
+    projections: Sequence[Product]
     heads: int
     dims: int
     scale: float
@@ -301,7 +301,7 @@ class SentenceAttention:
         queries = x[sentences.first] if sentences.narrow else x
         query, key, value = (
             part.apply(rows).view(-1, self.heads, self.dims)
-            for part, rows in zip(self.parts, (queries, tokens, tokens), strict=True)
+            for part, rows in zip(self.projections, (queries, tokens, tokens), strict=True)
         )
         return sentences.attend(
             query, key, value, self.scale, None if self.bias is None else self.bias.table
@@ -334,7 +334,7 @@ class Encoder:
     def biased(self) -> bool:
         """Whether any layer has a bias of attention scores by position."""
         return any(
-            isinstance(part.mix, SentenceAttention) and part.mix.bias is not None
+            isinstance(part.mixer, EncoderSelfAttention) and part.mixer.bias is not None
             for part in self.sublayers
         )
 

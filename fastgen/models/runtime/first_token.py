@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.positions import Bias
-from fastgen.models.runtime.decode_step import Context, DecoderStep, SourceAttention, TextAttention
+from fastgen.models.runtime.decode_step import Context, CrossAttention, DecoderStep, SelfAttention
 from fastgen.ops.rotation import Rotation, rotated
 
 Kept = tuple[Tensor, Tensor]
@@ -21,13 +21,13 @@ Kept = tuple[Tensor, Tensor]
 
 def able(step: DecoderStep) -> bool:
     """Return whether the first token of a decoder can run as a fused step."""
-    mixes = [sublayer.mix for sublayer in step.sublayers]
-    sources = [mix for mix in mixes if isinstance(mix, SourceAttention)]
+    mixers = [sublayer.mixer for sublayer in step.sublayers]
+    sources = [mixer for mixer in mixers if isinstance(mixer, CrossAttention)]
     return (
         type(step) is DecoderStep
         and bool(sources)
-        and all(mix.made_by is not None for mix in sources)
-        and sum(type(mix) is TextAttention for mix in mixes) == len(sources)
+        and all(mixer.made_by is not None for mixer in sources)
+        and sum(type(mixer) is SelfAttention for mixer in mixers) == len(sources)
     )
 
 
@@ -39,8 +39,8 @@ def source_of(step: DecoderStep, states: Tensor) -> list[Kept]:
     def made(product: Product, dims: int) -> Tensor:
         return product.apply(rows).view(sentences, length, -1, dims).transpose(1, 2)
 
-    mixes = (sublayer.mix for sublayer in step.sublayers)
-    layers = ((mix.made_by, mix.dims) for mix in mixes if isinstance(mix, SourceAttention))
+    mixers = (sublayer.mixer for sublayer in step.sublayers)
+    layers = ((mixer.made_by, mixer.dims) for mixer in mixers if isinstance(mixer, CrossAttention))
     return [
         (made(makers[0], dims), made(makers[1], dims))
         for makers, dims in layers
@@ -50,8 +50,8 @@ def source_of(step: DecoderStep, states: Tensor) -> list[Kept]:
 
 def room_of(step: DecoderStep, texts: int) -> list[Kept]:
     """Allocate the self-attention keys and values of the first token of each layer."""
-    mixes = (sublayer.mix for sublayer in step.sublayers)
-    shapes = ((mix.key_heads, mix.dims) for mix in mixes if isinstance(mix, TextAttention))
+    mixers = (sublayer.mixer for sublayer in step.sublayers)
+    shapes = ((mixer.key_heads, mixer.dims) for mixer in mixers if isinstance(mixer, SelfAttention))
     make = step.embedding.tokens.new_zeros
     return [(make(texts, heads, 1, dims), make(texts, heads, 1, dims)) for heads, dims in shapes]
 

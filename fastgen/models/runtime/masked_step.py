@@ -35,7 +35,7 @@ class MaskedStep(DecoderStep):
     mask: int = -1
 
     def hidden(self, ids: Tensor, context: StepInputs) -> Tensor:
-        inputs = Asking(cast(Context, context))
+        inputs = QueryInputs(cast(Context, context))
         tokens = ids.view(inputs.context.sentences, -1)
         both = torch.stack([tokens, torch.full_like(tokens, self.mask)], 1)
         return super().hidden(both.flatten(), inputs).view(*both.shape, -1)[:, 1].flatten(0, 1)
@@ -71,7 +71,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Asking:
+class QueryInputs:
     """`StepInputs` of tokens and masks, derived from the context of the tokens."""
 
     context: Context

@@ -17,8 +17,8 @@ from fastgen import config
 from fastgen.models.layers.linear import Linear, Product
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.memory.scratch import Memory
-from fastgen.models.runtime.decode_step import FeedForward, SourceAttention, Sublayer, TextAttention
-from fastgen.models.runtime.encoder import SentenceAttention
+from fastgen.models.runtime.decode_step import CrossAttention, FeedForward, SelfAttention, Sublayer
+from fastgen.models.runtime.encoder import EncoderSelfAttention
 from fastgen.ops import native
 from fastgen.ops.linear import PanelWeight, native_for
 from fastgen.ops.native import step as c
@@ -30,28 +30,30 @@ def are_written(sublayers: Sequence[Sublayer]) -> bool:
 
 
 def _is_written(sublayer: Sublayer) -> bool:
-    mix, norm = sublayer.mix, sublayer.norm
+    mixer, norm = sublayer.mixer, sublayer.norm
     if sublayer.own is not None or not (norm is unnormed or is_norm(norm)):
         return False
-    return _is_mix_written(mix) and all(
+    return _is_mix_written(mixer) and all(
         isinstance(product, Linear) for product in _products(sublayer)
     )
 
 
-def _is_mix_written(mix: Any) -> bool:
-    if type(mix) is TextAttention:
-        norms = [norm for norm in (mix.query_norm, mix.key_norm) if norm is not None]
-        in_order = len(mix.parts) == 3 or (mix.blocks == 1 and not mix.values_first)
-        plainly = in_order and not (mix.spread or mix.norms_rotated) and mix.softcap is None
+def _is_mix_written(mixer: Any) -> bool:
+    if type(mixer) is SelfAttention:
+        norms = [norm for norm in (mixer.query_norm, mixer.key_norm) if norm is not None]
+        in_order = len(mixer.projections) == 3 or (mixer.blocks == 1 and not mixer.values_first)
+        plainly = (
+            in_order and not (mixer.repeats_kv or mixer.norms_rotated) and mixer.softcap is None
+        )
         return (
             plainly
             and len(norms) != 1
             and all(map(is_norm, norms))
-            and mix.dims in native.HEAD_DIMS
+            and mixer.dims in native.HEAD_DIMS
         )
-    if type(mix) in (SourceAttention, SentenceAttention):
-        return mix.dims in native.HEAD_DIMS
-    return type(mix) is FeedForward
+    if type(mixer) in (CrossAttention, EncoderSelfAttention):
+        return mixer.dims in native.HEAD_DIMS
+    return type(mixer) is FeedForward
 
 
 def is_norm(norm: NormLike) -> TypeGuard[Norm]:
@@ -68,9 +70,11 @@ def norm_fits(norm: NormLike | None, width: int, dtype: torch.dtype) -> bool:
     return all(x is None or (x.shape == (width,) and x.dtype == dtype) for x in held)
 
 
-def _is_cut(mix: Any, panel: int) -> bool:
+def _is_cut(mixer: Any, panel: int) -> bool:
     """Return whether the second half of a wide layer starts within a panel."""
-    return type(mix) is FeedForward and mix.halves and mix.wide.outputs % (2 * panel) != 0
+    return (
+        type(mixer) is FeedForward and mixer.halves and mixer.activated.outputs % (2 * panel) != 0
+    )
 
 
 def _halves(wide: c.Weight, size: int) -> tuple[c.Weight, c.Weight]:
@@ -100,13 +104,15 @@ def is_readable(x: Tensor) -> bool:
 
 def _products(sublayer: Sublayer) -> list[Product]:
     """Return all products of a sublayer, the output projection last."""
-    mix: Any = sublayer.mix
-    if type(mix) in (TextAttention, SentenceAttention):
-        parts = list(mix.parts)
-    elif type(mix) is SourceAttention:
-        parts = [mix.query]
+    mixer: Any = sublayer.mixer
+    if type(mixer) in (SelfAttention, EncoderSelfAttention):
+        parts = list(mixer.projections)
+    elif type(mixer) is CrossAttention:
+        parts = [mixer.query]
     else:
-        parts = [mix.wide] if mix.gated is None else [mix.wide, mix.gated]
+        parts = (
+            [mixer.activated] if mixer.multiplier is None else [mixer.activated, mixer.multiplier]
+        )
     return [*parts, sublayer.out]
 
 
@@ -117,8 +123,8 @@ def _made(sublayer: Sublayer) -> int:
 
 def _mixed(sublayer: Sublayer) -> int:
     """Return the elements per row of a sublayer's attention or feed-forward output."""
-    mix: Any = sublayer.mix
-    return mix.wide.outputs if isinstance(mix, FeedForward) else mix.heads * mix.dims
+    mixer: Any = sublayer.mixer
+    return mixer.activated.outputs if isinstance(mixer, FeedForward) else mixer.heads * mixer.dims
 
 
 class _Held:
@@ -197,7 +203,7 @@ class Records:
         modules = [product.module for product in self.products]
         biases = [module.bias for module in modules]
         return (
-            not any(_is_cut(sublayer.mix, by.panel) for sublayer in self.sublayers)
+            not any(_is_cut(sublayer.mixer, by.panel) for sublayer in self.sublayers)
             and all(self._has_width(sublayer) for sublayer in self.sublayers)
             and all(
                 x is None
@@ -222,19 +228,22 @@ class Records:
 
     def _has_width(self, sublayer: Sublayer) -> bool:
         """Return whether the shapes of the products and norms of a sublayer match."""
-        mix: Any = sublayer.mix
+        mixer: Any = sublayer.mixer
         *parts, out = _products(sublayer)
         made = sum(part.outputs for part in parts)
-        if type(mix) is FeedForward:
-            mixed = made // len(parts) // (2 if mix.halves else 1)
+        if type(mixer) is FeedForward:
+            mixed = made // len(parts) // (2 if mixer.halves else 1)
             fits = all(part.outputs == parts[0].outputs for part in parts)
         else:
-            mixed = mix.heads * mix.dims
-            key_heads = {TextAttention: lambda: mix.key_heads, SentenceAttention: lambda: mix.heads}
-            fits = made == mixed + 2 * mix.dims * key_heads.get(type(mix), lambda: 0)()
-        if type(mix) is TextAttention:
-            for norm, heads in ((mix.query_norm, mix.heads), (mix.key_norm, mix.key_heads)):
-                width = mix.dims * heads if mix.whole_norms else mix.dims
+            mixed = mixer.heads * mixer.dims
+            key_heads = {
+                SelfAttention: lambda: mixer.key_heads,
+                EncoderSelfAttention: lambda: mixer.heads,
+            }
+            fits = made == mixed + 2 * mixer.dims * key_heads.get(type(mixer), lambda: 0)()
+        if type(mixer) is SelfAttention:
+            for norm, heads in ((mixer.query_norm, mixer.heads), (mixer.key_norm, mixer.key_heads)):
+                width = mixer.dims * heads if mixer.norms_all_heads else mixer.dims
                 fits = fits and norm_fits(norm, width, self.dtype)
         inputs = {cast(Any, part).inputs for part in parts}
         widths_match = (
@@ -290,29 +299,33 @@ class Records:
     def _record(
         self, sublayer: Sublayer, source_heads: Callable[[int], int], weights: Iterator[c.Weight]
     ) -> c.Sublayer:
-        mix: Any = sublayer.mix
+        mixer: Any = sublayer.mixer
         parts = [next(weights) for _ in _products(sublayer)[1:]]
         record = c.Sublayer(
             parts=len(parts), part=tuple(parts), out=next(weights), norm=self._norm(sublayer.norm)
         )
         record.parallel = sublayer.parallel
-        if type(mix) is FeedForward:
-            record.kind, record.behind = c.FEED_FORWARD, native.BEHIND[mix.activation]
-            if mix.halves:
+        if type(mixer) is FeedForward:
+            record.kind, record.activation = c.FEED_FORWARD, native.ACTIVATIONS[mixer.activation]
+            if mixer.halves:
                 record.parts, record.part = 2, _halves(parts[0], self.dtype.itemsize)
             return record
-        record.heads, record.dims, record.scale = mix.heads, mix.dims, mix.scale
-        if type(mix) is TextAttention:
-            record.kind, record.key_heads, record.neighbours = c.TEXT, mix.key_heads, mix.neighbours
-            record.query_norm, record.key_norm = (
-                self._norm(mix.query_norm),
-                self._norm(mix.key_norm),
+        record.heads, record.dims, record.scale = mixer.heads, mixer.dims, mixer.scale
+        if type(mixer) is SelfAttention:
+            record.kind, record.key_heads, record.interleaved = (
+                c.SELF_ATTENTION,
+                mixer.key_heads,
+                mixer.interleaved,
             )
-            record.whole_norms = mix.whole_norms
-        elif type(mix) is SentenceAttention:
-            record.kind, record.key_heads = c.TEXT, mix.heads
+            record.query_norm, record.key_norm = (
+                self._norm(mixer.query_norm),
+                self._norm(mixer.key_norm),
+            )
+            record.norms_all_heads = mixer.norms_all_heads
+        elif type(mixer) is EncoderSelfAttention:
+            record.kind, record.key_heads = c.SELF_ATTENTION, mixer.heads
         else:
-            record.kind, record.key_heads = c.SOURCE, source_heads(sublayer.layer)
+            record.kind, record.key_heads = c.CROSS_ATTENTION, source_heads(sublayer.layer)
         return record
 
     def _norm(self, norm: NormLike | None) -> c.Norm:

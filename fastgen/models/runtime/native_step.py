@@ -17,11 +17,11 @@ from fastgen.models.layers.positions import turned_once
 from fastgen.models.runtime.decode_step import (
     Context,
     FeedForward,
+    SelfAttention,
     StepInputs,
     Sublayer,
-    TextAttention,
 )
-from fastgen.models.runtime.encoder import SentenceAttention, Sentences
+from fastgen.models.runtime.encoder import EncoderSelfAttention, Sentences
 from fastgen.models.runtime.joint_step import Joint
 from fastgen.models.runtime.native_records import Records, Rows, are_written
 from fastgen.ops import native
@@ -55,8 +55,8 @@ def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None
     if not are_written(sublayers):
         return None
     records = Records(sublayers, norm_first)
-    mixes = [sublayer.mix for sublayer in sublayers]
-    in_fp32 = any(isinstance(mix, TextAttention) and mix.rotates_fp32 for mix in mixes)
+    mixers = [sublayer.mixer for sublayer in sublayers]
+    in_fp32 = any(isinstance(mixer, SelfAttention) and mixer.rotates_fp32 for mixer in mixers)
     # C rotates in the model's dtype.
     return None if in_fp32 and records.dtype != torch.float32 else InC(records)
 
@@ -76,10 +76,10 @@ class EncoderInC:
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        self.attending: list[SentenceAttention] = [
-            sublayer.mix
+        self.attending: list[EncoderSelfAttention] = [
+            sublayer.mixer
             for sublayer in records.sublayers
-            if isinstance(sublayer.mix, SentenceAttention)
+            if isinstance(sublayer.mixer, EncoderSelfAttention)
         ]
 
     def __call__(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor | None:
@@ -104,7 +104,9 @@ class EncoderInC:
         if not in_c(chosen("encoder", never, able, x)):
             return None
         dtype, x, stream = x.dtype, _copied(x), _copied(stream) if records.norm_first else stream
-        masks = [None if mix.bias is None else mix.bias.table.float() for mix in self.attending]
+        masks = [
+            None if mixer.bias is None else mixer.bias.table.float() for mixer in self.attending
+        ]
         calls = [Rows(group.sentences, group.tokens) for group in sentences.groups]
         seen = (c.Seen * (len(self.attending) * len(calls)))()
         for i, mask in enumerate(masks):
@@ -112,7 +114,7 @@ class EncoderInC:
                 for at in seen[i * len(calls) : (i + 1) * len(calls)]:
                     at.mask, (_, at.mask_h, at.mask_m) = mask.data_ptr(), _strides(mask)
         work = max(call.sentences * call.beams**2 for call in calls) * max(
-            mix.heads * mix.dims for mix in self.attending
+            mixer.heads * mixer.dims for mixer in self.attending
         )
         records.run(by, x, stream, seen, calls, work)
         return x.to(dtype)
@@ -123,13 +125,13 @@ class EncoderInC:
         dtype = self.records.dtype
         if not plain(x, stream, dtype=dtype) or x.shape[0] != sentences.tokens or not longest:
             return False
-        for mix in self.attending:
-            if mix.bias is not None:
-                table = mix.bias.table
+        for mixer in self.attending:
+            if mixer.bias is not None:
+                table = mixer.bias.table
                 heads, *tokens = table.shape[1:]
                 if not (
                     plain(table.detach(), dtype=dtype)
-                    and heads in (1, mix.heads)
+                    and heads in (1, mixer.heads)
                     and len(table) == 1
                     and min(tokens) >= longest
                 ):
@@ -155,7 +157,7 @@ def _copied(x: Tensor) -> Tensor:
 class _Place(NamedTuple):
     """An attention sublayer and the cache layer of one call that it reads."""
 
-    mix: Any
+    mixer: Any
     of_text: bool
     part: Context
     layer: Any
@@ -166,13 +168,13 @@ class InC:
 
     def __init__(self, records: Records) -> None:
         self.records = records
-        mixes: list[tuple[int, Any, int]] = [
-            (i, each.mix, each.layer) for i, each in enumerate(records.sublayers)
+        mixers: list[tuple[int, Any, int]] = [
+            (i, each.mixer, each.layer) for i, each in enumerate(records.sublayers)
         ]
         self.attending = [
-            (i, mix, type(mix) is TextAttention, layer)
-            for i, mix, layer in mixes
-            if type(mix) is not FeedForward
+            (i, mixer, type(mixer) is SelfAttention, layer)
+            for i, mixer, layer in mixers
+            if type(mixer) is not FeedForward
         ]
         self.seen: Any = ()  # `c.Seen` records, of each attention sublayer for each call.
         self._checked: list[Reference] = []  # Keys that were found readable by C.
@@ -225,9 +227,9 @@ class InC:
         if not (self._covers(places, 0) and self.records.ready(by, heads)):
             return None
         added = {
-            id(mix.bias): mix.bias
-            for _, mix, of_text, _ in self.attending
-            if of_text and mix.bias is not None
+            id(mixer.bias): mixer.bias
+            for _, mixer, of_text, _ in self.attending
+            if of_text and mixer.bias is not None
         }
         biases = {key: context.biases(bias, steps).float() for key, bias in added.items()}
         held: list[Tensor | None] = []
@@ -235,7 +237,7 @@ class InC:
             context, steps, held
         ):
             return None
-        for i, (mix, of_text, part, layer) in enumerate(places):
+        for i, (mixer, of_text, part, layer) in enumerate(places):
             at, read = self.seen[i], mask if of_text else part.source_mask
             self._point(i, layer)
             at.count, at.weights, at.mask, at.bias = layer.slots, None, None, None
@@ -252,8 +254,8 @@ class InC:
                 held.append(read)
                 at.mask = read.data_ptr()
                 at.mask_b, at.mask_h, at.mask_m = _strides(read)
-            if of_text and mix.bias is not None:
-                bias = biases[id(mix.bias)]
+            if of_text and mixer.bias is not None:
+                bias = biases[id(mixer.bias)]
                 at.bias = bias.data_ptr()
                 at.bias_b, at.bias_h, at.bias_step = _strides(bias)
         return [*held, *biases.values()]
@@ -261,7 +263,9 @@ class InC:
     def most(self, context: Context, steps: int) -> int:
         """Return how many of `steps` steps one job may have, so that its bias tables stay small."""
         heads = [
-            mix.heads for _, mix, of_text, _ in self.attending if of_text and mix.bias is not None
+            mixer.heads
+            for _, mixer, of_text, _ in self.attending
+            if of_text and mixer.bias is not None
         ]
         if not heads:
             return steps
@@ -285,8 +289,8 @@ class InC:
     def _places(self, parts: Sequence[Context]) -> list[_Place]:
         """Return a place for each attention sublayer and each call."""
         return [
-            _Place(mix, of_text, part, (part.text if of_text else part.source)[number])
-            for _, mix, of_text, number in self.attending
+            _Place(mixer, of_text, part, (part.text if of_text else part.source)[number])
+            for _, mixer, of_text, number in self.attending
             for part in parts
         ]
 
@@ -305,12 +309,12 @@ class InC:
             and mask.shape[2] >= slots
         ):
             return False
-        for _, mix, of_text, _ in self.attending:
-            if of_text and mix.bias is not None:
-                bias = biases[id(mix.bias)]
+        for _, mixer, of_text, _ in self.attending:
+            if of_text and mixer.bias is not None:
+                bias = biases[id(mixer.bias)]
                 sizes = (
                     len(bias) in (1, b)
-                    and bias.shape[1] in (1, mix.heads)
+                    and bias.shape[1] in (1, mixer.heads)
                     and bias.shape[2:] == (steps, slots)
                 )
                 if not (sizes and plain(bias) and bias.stride(3) == 1):
@@ -341,7 +345,7 @@ class InC:
                 [None] * count,
                 [None] * count,
             )
-        for i, (mix, of_text, part, layer) in enumerate(places):
+        for i, (mixer, of_text, part, layer) in enumerate(places):
             mask = part.text_mask if of_text else part.source_mask
             # A cache layer of another kind, or one whose buffers are not allocated yet.
             if not getattr(layer, "begun", False):
@@ -349,10 +353,10 @@ class InC:
             keys, values = layer.room
             if mask is not None:
                 count = layer.slots + (steps * _beams(part) if of_text else 0)
-                if (id(mask), count) not in masks and not _is_mask(mask, part, mix.heads, count):
+                if (id(mask), count) not in masks and not _is_mask(mask, part, mixer.heads, count):
                     return False
                 masks.add((id(mask), count))
-            if _beams(part) * (mix.heads // keys.shape[1]) > native.ROWS or not (
+            if _beams(part) * (mixer.heads // keys.shape[1]) > native.ROWS or not (
                 of_text or layer.slots
             ):
                 return False
@@ -360,11 +364,11 @@ class InC:
                 continue
             heads = keys.shape[1]
             if not (
-                mix.heads % heads == 0
-                and (not of_text or heads == mix.key_heads)
+                mixer.heads % heads == 0
+                and (not of_text or heads == mixer.key_heads)
                 and keys.shape == values.shape
                 and keys.shape[0] == part.sentences
-                and keys.shape[3] == mix.dims
+                and keys.shape[3] == mixer.dims
                 and keys.stride(3) == values.stride(3) == 1
                 and keys.dtype == values.dtype == self.records.dtype
                 and keys.is_cpu
@@ -423,9 +427,9 @@ class InC:
             rows: Row counts that the cosines may have.
             held: Gets the tensors to keep alive.
         """
-        for index, mix, of_text, _ in self.attending:
-            if of_text and mix.rotary is not None:
-                cosine, sine = rotation(mix.rotary)
+        for index, mixer, of_text, _ in self.attending:
+            if of_text and mixer.rotary is not None:
+                cosine, sine = rotation(mixer.rotary)
                 if not plain(cosine, sine, dtype=self.records.dtype):
                     return False
                 cosine, sine = (part.float().contiguous() for part in (cosine, sine))
@@ -434,7 +438,7 @@ class InC:
                     turned % 2 == 0
                     and cosine.shape == sine.shape == (len(cosine), 1, turned)
                     and len(cosine) in rows
-                    and turned <= mix.dims
+                    and turned <= mixer.dims
                 ):
                     return False
                 record = self.records.made[index]
@@ -450,15 +454,15 @@ class InC:
             _open(part)
         masks: dict[int, tuple[Tensor, list[int]]] = {}
         self._attention = 0
-        for i, (mix, of_text, part, layer) in enumerate(places):
+        for i, (mixer, of_text, part, layer) in enumerate(places):
             at = self.seen[i]
             self._point(i, layer)
             at.count = count = layer.slots
             at.slot, at.bias = count - _beams(part), None
             self._attention = max(
-                self._attention, part.sentences * _beams(part) * mix.heads * mix.dims * count
+                self._attention, part.sentences * _beams(part) * mixer.heads * mixer.dims * count
             )
-            mask, at.mask = part.text_mask_with(mix.bias) if of_text else part.source_mask, None
+            mask, at.mask = part.text_mask_with(mixer.bias) if of_text else part.source_mask, None
             if mask is not None:
                 if id(mask) not in masks:
                     readable = mask.float()

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike
-from fastgen.models.runtime.decode_step import Embedding, StepInputs, TextAttention
-from fastgen.models.runtime.masked_step import Asking
+from fastgen.models.runtime.decode_step import Embedding, SelfAttention, StepInputs
+from fastgen.models.runtime.masked_step import QueryInputs
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StreamEmbedding(Embedding):
 
 
 @dataclass(frozen=True)
-class StreamAttention(TextAttention):
+class StreamAttention(SelfAttention):
     """Self-attention of both streams over the text, with a learned bias by distance.
 
     The predicting stream also attends to itself. Each query computes its own bias.
@@ -59,14 +59,16 @@ class StreamAttention(TextAttention):
     buckets: Tensor = field(kw_only=True)
 
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
-        inputs = cast(Asking, context)
-        query, key, value = (part.apply(x).view(-1, self.heads, self.dims) for part in self.parts)
+        inputs = cast(QueryInputs, context)
+        query, key, value = (
+            part.apply(x).view(-1, self.heads, self.dims) for part in self.projections
+        )
         keys, values = inputs.append(layer, key, value)
         return inputs.attend(
             query, keys, values, self._bias(self.nearness.apply(x), inputs), self.scale, None
         )
 
-    def _bias(self, nearness: Tensor, around: Asking) -> Tensor:
+    def _bias(self, nearness: Tensor, around: QueryInputs) -> Tensor:
         """Return the bias plus the mask, (B, H, 2 * M, N); -inf where a query must not attend."""
         sentences, known = around.context.sentences, around.context.biased
         query_bias = nearness.view(

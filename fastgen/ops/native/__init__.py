@@ -60,7 +60,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 _RETURNS_NOTHING = ("log_softmax", "product", "exponential_noise", "add_tokens", "add_repeats")
 
-BEHIND: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+ACTIVATIONS: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 """Codes of the activation functions after a product, as in product.h."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -360,7 +360,7 @@ def product(
     x: Tensor,
     panels: Tensor,
     bias: Tensor | None,
-    behind: str | None,
+    activation: str | None,
     residual: Tensor | None,
     out: Tensor,
 ) -> Tensor:
@@ -373,7 +373,7 @@ def product(
         x: (..., K), of the weight's dtype.
         panels: (P, K, W), a weight that is `packed`.
         bias: (N,), or None.
-        behind: an activation function of `BEHIND`, applied to the result; or None.
+        activation: an activation function of `ACTIVATIONS`, applied to the result; or None.
         residual: of out's shape, added after the activation; or None.
         out: (..., N), contiguous.
 
@@ -386,7 +386,7 @@ def product(
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
     if out.dtype == torch.float32:
-        _product(by, x, panels, bias, behind, residual, out)
+        _product(by, x, panels, bias, activation, residual, out)
         return out
     # C reads and writes activations as fp32: convert some rows at a time.
     written = out.view(-1, outputs)
@@ -395,7 +395,7 @@ def product(
         given = x[part].float()
         added = None if residual is None else residual.view(-1, outputs)[part].float()
         made = given.new_empty(len(given), outputs)
-        _product(by, given, panels, bias, behind, added, made)
+        _product(by, given, panels, bias, activation, added, made)
         written[part] = made
     return out
 
@@ -405,7 +405,7 @@ def _product(
     x: Tensor,
     panels: Tensor,
     bias: Tensor | None,
-    behind: str | None,
+    activation: str | None,
     residual: Tensor | None,
     out: Tensor,
 ) -> None:
@@ -414,7 +414,7 @@ def _product(
         by.run, threads_for(rows * inputs * outputs), out.data_ptr(), x.data_ptr(),
         panels.data_ptr(), None if bias is None else bias.data_ptr(),
         None if residual is None else residual.data_ptr(), rows, outputs, inputs, x.stride(0),
-        BEHIND[behind], DTYPES[panels.dtype],
+        ACTIVATIONS[activation], DTYPES[panels.dtype],
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 24, SIDE = 8, LINE 
 
 int panel(void) { return PANEL; }
 
-static __attribute__((noinline)) vec behind(vec x, int64_t kind) {
+static __attribute__((noinline)) vec activation(vec x, int64_t kind) {
   switch (kind) {
     case RELU: return higher(splat(0.0f), x);
     case GELU: return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
@@ -41,7 +41,7 @@ INLINE void finish_part(const Product *job, const float *total, int64_t row, int
       if (to == job->inputs) {
         if (job->bias) y += load_some(job->bias, column, left, dtype);
         y = rounded(y, dtype);
-        if (job->behind) y = rounded(behind(y, job->behind), dtype);
+        if (job->activation) y = rounded(activation(y, job->activation), dtype);
         if (job->gate)
           y = rounded(y * load_some(job->gate + r * job->gate_row, column, left, FP32), dtype);
         if (job->residual) {
@@ -73,7 +73,7 @@ INLINE void finish_whole(const Product *job, vec total[TALL][WIDE], int64_t row,
       EACH total[r][i] += bias[i];
     }
     EACH total[r][i] = rounded(total[r][i], dtype);
-    if (job->behind) EACH total[r][i] = rounded(behind(total[r][i], job->behind), dtype);
+    if (job->activation) EACH total[r][i] = rounded(activation(total[r][i], job->activation), dtype);
     if (job->gate) {
       const float *gate = job->gate + row * job->gate_row + column;
       EACH total[r][i] =
@@ -184,9 +184,9 @@ void work_on_product(void *given, Tasks *tasks) {
 /* out, residual: (rows, outputs) contiguous; x: (rows, inputs) with rows `x_row` elements apart. */
 void product(parallel run, unsigned threads, float *out, const float *x, const void *panels,
              const void *bias, const float *residual, int64_t rows, int64_t outputs, int64_t inputs,
-             int64_t x_row, int64_t behind, int64_t dtype) {
+             int64_t x_row, int64_t activation, int64_t dtype) {
   Product job = {.out = out, .x = x, .panels = panels, .bias = bias, .residual = residual,
                  .rows = rows, .outputs = outputs, .inputs = inputs, .out_row = outputs,
-                 .x_row = x_row, .residual_row = outputs, .behind = behind, .dtype = dtype};
+                 .x_row = x_row, .residual_row = outputs, .activation = activation, .dtype = dtype};
   in_parallel(run, threads, work_on_product, &job, prepare_product(&job, threads));
 }

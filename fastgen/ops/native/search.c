@@ -83,7 +83,7 @@ static int64_t work_of(const Decoder *model, int64_t more) {
   for (int64_t i = 0; i < step->sublayer_count; i++) {
     const Sublayer *of = &step->sublayers[i];
     if (of->kind == FEED_FORWARD) continue;
-    const int64_t keys = (seen++)->count + (of->kind == TEXT ? more : 0);
+    const int64_t keys = (seen++)->count + (of->kind == SELF_ATTENTION ? more : 0);
     const int64_t work = step->rows * of->heads * of->dims * keys;
     if (work > most) most = work;
   }
@@ -101,7 +101,7 @@ static int make_logits(Decoder *model, Texts *texts, int64_t beams) {
     const Sublayer *of = &step->sublayers[i];
     if (of->kind == FEED_FORWARD) continue;
     Seen *seen = &model->seen[at++];
-    if (of->kind == TEXT) seen->slot = seen->count, seen->count += beams;
+    if (of->kind == SELF_ATTENTION) seen->slot = seen->count, seen->count += beams;
   }
   if (!step_at(OURS, threads_for(model, work_of(model, 0)), step, texts->run)) return NO_MEMORY;
   const int64_t C = step->width, V = model->head.outputs;
@@ -205,7 +205,7 @@ static void list_tables(Table *tables, const Texts *texts, const Beams *job, con
 
 /* Moves the mask of each beam's slots to the beams that continue it, and opens the slots of the
  * newest tokens if there is room. */
-static int descend(const Decoder *model, Sight *of, const int64_t *parents, int64_t B,
+static int descend(const Decoder *model, SlotMask *of, const int64_t *parents, int64_t B,
                    int64_t M) {
   Table seen = table_of(of->mask, 4, of->mask_b, of->mask_m, of->prefix, of->filled);
   of->open = of->filled + M <= of->room ? M : 0;
@@ -262,7 +262,7 @@ static int choose_beams(const Decoder *model, Texts *texts, Beams *job, Room *ro
   int64_t leaving = 0;
   for (int64_t b = 0; b < B; b++)
     leaving += room->flags[2 * B + b] && (!room->flags[B + b] || job->stops_early);
-  if (!descend(model, &job->sight, room->parents, B, M)) return NO_MEMORY;
+  if (!descend(model, &job->slot_mask, room->parents, B, M)) return NO_MEMORY;
   if (room->flags[3 * B] || leaving == B) return OVER;
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
 }
@@ -270,7 +270,7 @@ static int choose_beams(const Decoder *model, Texts *texts, Beams *job, Room *ro
 /* The size of all structures of a search, which ops/native/search.py compares with its own. */
 int64_t search_size(void) {
   return sizeof(Decoder) + sizeof(NGrams) + sizeof(Update) + sizeof(Texts) + sizeof(Draws) +
-         sizeof(Sight) + sizeof(Beams) + sizeof(FirstFinished);
+         sizeof(SlotMask) + sizeof(Beams) + sizeof(FirstFinished);
 }
 
 /* A search, and why it stopped. */
@@ -311,7 +311,7 @@ static void work_on_beams(void *given) {
   while (goes_on(search) && !should_part()) {
     search->found = make_logits(model, search->texts, M);
     if (search->found != GOES_ON) break;
-    job->sight.filled += M, job->sight.open = 0; /* this step has filled the open slots */
+    job->slot_mask.filled += M, job->slot_mask.open = 0; /* this step has filled the open slots */
     search->found = choose_beams(model, search->texts, job, &room, B, M);
   }
   free(held);
@@ -394,7 +394,7 @@ static int choose_first_finished(const Decoder *model, Texts *texts,
                  job->origins ? 3 : 2, B, M, M, bytes))
     return NO_MEMORY;
   texts->length++, texts->made++;
-  if (!descend(model, &job->sight, room->parents, B, M)) return NO_MEMORY;
+  if (!descend(model, &job->slot_mask, room->parents, B, M)) return NO_MEMORY;
   return texts->leave && leaving >= texts->leave ? LEAVING : GOES_ON;
 }
 
@@ -409,7 +409,7 @@ static void work_on_first_finished(void *given) {
   while (goes_on(search) && !should_part()) {
     search->found = make_logits(model, search->texts, M);
     if (search->found != GOES_ON) break;
-    job->sight.filled += M, job->sight.open = 0;
+    job->slot_mask.filled += M, job->slot_mask.open = 0;
     search->found = choose_first_finished(model, search->texts, job, &room, B, M);
   }
   free(held);
@@ -425,7 +425,7 @@ int search_first_finished(parallel run, unsigned threads, Decoder *model, Texts 
 /* What chooses the next token of each row; the arguments of `search_rows`. */
 typedef struct {
   const Draws *draws;
-  Sight *sight;
+  SlotMask *slot_mask;
   Twister twister;
   uint8_t *running;
   const int64_t *parents;
@@ -453,7 +453,7 @@ static int append_tokens(const Decoder *model, Texts *texts, const Choosing *job
     ended += !job->running[r];
   }
   texts->length++, texts->made++;
-  if (job->sight && !descend(model, job->sight, job->parents, B, M)) return NO_MEMORY;
+  if (job->slot_mask && !descend(model, job->slot_mask, job->parents, B, M)) return NO_MEMORY;
   if (ended == B * M) return OVER;
   return texts->leave && ended >= texts->leave ? LEAVING : GOES_ON;
 }
@@ -472,7 +472,7 @@ static void work_on_rows(void *given) {
     search->found = make_logits(model, texts, M);
     if (search->found != GOES_ON) break;
     /* This step has filled the open slots. */
-    if (job->sight) job->sight->filled += M, job->sight->open = 0;
+    if (job->slot_mask) job->slot_mask->filled += M, job->slot_mask->open = 0;
     const int chosen = choose_tokens(model, texts, job, held);
     search->found = chosen ? append_tokens(model, texts, job) : UNDECIDED;
   }
@@ -481,14 +481,14 @@ static void work_on_rows(void *given) {
 
 /* Runs steps of a greedy search, or of sampling. Returns why it stopped.
  *
- * draws: how tokens are drawn, or NULL for the most probable ones. sight: of the rows of a
+ * draws: how tokens are drawn, or NULL for the most probable ones. slot_mask: of the rows of a
  * sentence, or NULL where each has one row. running: (R,), texts that have not ended; the others
  * continue with `pad`, or with their own tokens if that is negative. parents: (R,), the row that
  * each continues, of its sentence's rows: itself. tokens: scratch for (R,). */
 int search_rows(parallel run, unsigned threads, Decoder *model, Texts *texts, const Draws *draws,
-                Sight *sight, uint8_t *running, const int64_t *parents, int64_t *tokens,
+                SlotMask *slot_mask, uint8_t *running, const int64_t *parents, int64_t *tokens,
                 int64_t pad) {
-  Choosing job = {.draws = draws, .sight = sight, .running = running, .parents = parents,
+  Choosing job = {.draws = draws, .slot_mask = slot_mask, .running = running, .parents = parents,
                   .tokens = tokens, .pad = pad};
   const int twists = draws && !draws->noise;
   if (twists) read_generator(&job.twister, draws->generator);

@@ -77,7 +77,7 @@ typedef struct {
   int64_t mask_b, mask_m, prefix;
   int64_t filled, room, open;       /* slots after the prefix: filled; in all; opened for the next
                                        tokens, 0 or M */
-} Sight;
+} SlotMask;
 
 /* Beam search by the rules of decoding/search/finishing_rules.py. */
 typedef struct {
@@ -89,7 +89,7 @@ typedef struct {
   float *scores, *finished_scores;  /* (B, M) each */
   uint8_t *finished_done, *improvable, *flags; /* (B, M), (B,), (4, B) */
   const int64_t *sentences;         /* (B,), their indices in the whole batch */
-  Sight sight;
+  SlotMask slot_mask;
   int64_t candidates, stops_early;
   int64_t far;                      /* length by which running beams are judged; 0 for their own */
   double never, penalty;
@@ -107,7 +107,7 @@ typedef struct {
   int64_t *finished_tokens, *finished_origins; /* (N, width), the latter or NULL */
   float *finished_scores;           /* (N, width) */
   int64_t width, found;
-  Sight sight;
+  SlotMask slot_mask;
 } FirstFinished;
 
 #endif

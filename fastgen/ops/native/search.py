@@ -118,7 +118,7 @@ class Draws(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Sight(ctypes.Structure):
+class SlotMask(ctypes.Structure):
     """The additive mask that tells which KV slots of the text each beam sees.
 
     Attributes:
@@ -149,7 +149,7 @@ class Beams(ctypes.Structure):
         improvable: (B,) bool, whether a running beam can still become a better hypothesis.
         flags: (4, B) bool, as in `decoding.search.beam_search.Choice`.
         sentences: (B,) int64, the sentences' indices in the whole batch.
-        sight: the mask of the KV slots.
+        slot_mask: the mask of the KV slots.
         candidates: K.
         stops_early: whether a sentence is finished once it has M hypotheses.
         far: the length by which running beams are judged; 0 for their current length.
@@ -162,7 +162,8 @@ class Beams(ctypes.Structure):
         *of(INTEGER, "origins_b origins_m finished_ids_b finished_ids_m "
                      "finished_origins_b finished_origins_m"),
         *of(POINTER, "scores finished_scores finished_done improvable flags sentences"),
-        ("sight", Sight), *of(INTEGER, "candidates stops_early far"), *of(DOUBLE, "never penalty"),
+        ("slot_mask", SlotMask), *of(INTEGER, "candidates stops_early far"),
+        *of(DOUBLE, "never penalty"),
     ]  # fmt: skip
 
 
@@ -182,17 +183,19 @@ class FirstFinished(ctypes.Structure):
         finished_scores: (N, width) fp32.
         width: the row length of the finished tables.
         found: the number of finished hypotheses.
-        sight: the mask of the KV slots.
+        slot_mask: the mask of the KV slots.
     """
 
     _fields_: ClassVar = [
         *of(POINTER, "scores origins"), *of(INTEGER, "scores_b scores_m origins_b origins_m"),
         *of(POINTER, "over counts places finished_tokens finished_origins finished_scores"),
-        *of(INTEGER, "width found"), ("sight", Sight),
+        *of(INTEGER, "width found"), ("slot_mask", SlotMask),
     ]  # fmt: skip
 
 
-SIZE = sum(map(ctypes.sizeof, (Decoder, NGrams, Update, Texts, Draws, Sight, Beams, FirstFinished)))
+SIZE = sum(
+    map(ctypes.sizeof, (Decoder, NGrams, Update, Texts, Draws, SlotMask, Beams, FirstFinished))
+)
 """The value that `search_size` of a library returns if its structures match these."""
 
 
@@ -222,13 +225,13 @@ def search_first_finished(
 
 def search_rows(
     by: Library, threads: int, decoder: Decoder, texts: Texts, draws: Draws | None,
-    sight: Sight | None, running: int, parents: int, room: int, pad: int,
+    slot_mask: SlotMask | None, running: int, parents: int, room: int, pad: int,
 ) -> int:  # fmt: skip
     """Run decode steps of a greedy search, or of sampling.
 
     Args:
         draws: how tokens are drawn; None for the most probable ones.
-        sight: the mask of the KV slots of each row; None if each sentence has one row.
+        slot_mask: the mask of the KV slots of each row; None if each sentence has one row.
         running: address of (R,) bool, the texts that have not ended.
         parents: address of (R,) int64, each row's index among the rows of its sentence.
         room: address of (R,) int64, scratch memory.
@@ -237,7 +240,7 @@ def search_rows(
     Returns:
         Why the steps stopped, as `search_beams`.
     """
-    of_draws, of_sight = (None if x is None else ctypes.byref(x) for x in (draws, sight))
+    of_draws, of_sight = (None if x is None else ctypes.byref(x) for x in (draws, slot_mask))
     return by.search_rows(
         by.run, threads, ctypes.byref(decoder), ctypes.byref(texts), of_draws, of_sight,
         running, parents, room, pad,

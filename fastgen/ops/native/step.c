@@ -103,7 +103,7 @@ static void normalise_rows(void *given, Tasks *tasks) {
 INLINE void turn_row(const Turning *job, int64_t r, const int dtype) {
   const Sublayer *of = job->of;
   const int64_t half = of->turned / 2, at = job->first + r * of->turn_row;
-  const int64_t step = of->neighbours ? 2 : 1, apart = of->neighbours ? 1 : half;
+  const int64_t step = of->interleaved ? 2 : 1, apart = of->interleaved ? 1 : half;
   const float *cosine = of->cosine + at, *sine = of->sine + at;
 #define PRODUCT(x, y) rounded_number((x) * (y), dtype)
   for (int64_t h = 0; h < job->heads; h++) {
@@ -151,8 +151,8 @@ static int64_t add_parts(Program *to, const Step *step, const Sublayer *of, cons
 static void add_head_norm(Program *to, const Step *step, const Sublayer *of, const Norm *norm,
                           float *x, int64_t row, int64_t heads) {
   Norming job = {.out = x, .in = x, .norm = norm, .rows = step->rows, .row = row,
-                 .pieces = of->whole_norms ? 1 : heads,
-                 .width = of->whole_norms ? heads * of->dims : of->dims, .dtype = step->dtype};
+                 .pieces = of->norms_all_heads ? 1 : heads,
+                 .width = of->norms_all_heads ? heads * of->dims : of->dims, .dtype = step->dtype};
   add(to, normalise_rows, &job, sizeof job, step->rows, 0);
 }
 
@@ -199,7 +199,7 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
       job.count = call->beams, job.dtype = FP32;
       job.keys_b = job.values_b = call->beams * row, job.keys_n = job.values_n = row;
       job.keys_h = job.values_h = of->dims;
-    } else if (of->kind == TEXT) {
+    } else if (of->kind == SELF_ATTENTION) {
       job.new_keys = query + of_queries, job.new_values = query + of_queries + of_keys;
     }
     for (int64_t first = 0; first < call->beams; first += at_once(of, call)) {
@@ -223,7 +223,7 @@ static void list_phases(Program *to, const Step *step, unsigned threads, int64_t
     const float *mixed = step->mixed;
     if (of->kind == FEED_FORWARD) {
       Product wide = of_weight(step, &of->part[0], step->x, step->wide, of->part[0].outputs);
-      wide.behind = of->behind;
+      wide.activation = of->activation;
       add_product(to, wide, threads, 0);
       mixed = step->wide;
       if (of->parts > 1) {

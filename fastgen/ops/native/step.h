@@ -8,7 +8,7 @@
 #include "dtype.h"
 #include "team.h"
 
-enum { TEXT, SOURCE, FEED_FORWARD }; /* kinds of sublayers */
+enum { SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD }; /* kinds of sublayers */
 enum { UNNORMED, LAYER_NORM, RMS_NORM };
 
 typedef struct {
@@ -30,11 +30,11 @@ typedef struct {
   Norm norm, query_norm, key_norm;
   int64_t parallel;             /* whether norm applies to the incoming stream, without the sum */
   int64_t heads, key_heads, dims;
-  int64_t whole_norms;          /* whether norms of queries and keys cover all heads together */
+  int64_t norms_all_heads;          /* whether norms of queries and keys cover all heads together */
   double scale;
-  int64_t behind;               /* the activation of the wide layer */
+  int64_t activation;               /* the activation of the wide layer */
   const float *cosine, *sine;   /* (R or 1, E), which rotate the first E of each head; or NULL */
-  int64_t turned, turn_row, neighbours;
+  int64_t turned, turn_row, interleaved;
 } Sublayer;
 
 /* The keys and values that a sublayer attends to, for the sentences of one call; without keys, it

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fastgen.ops.native import Library
 
-TEXT, SOURCE, FEED_FORWARD = range(3)
+SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD = range(3)
 UNNORMED, LAYER_NORM, RMS_NORM = range(3)
 
 POINTER, INTEGER, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -51,7 +51,7 @@ class Sublayer(ctypes.Structure):
     """An attention or feed-forward sublayer: x = norm(residual + out(mixed)).
 
     Attributes:
-        kind: TEXT (self-attention), SOURCE (cross-attention) or FEED_FORWARD.
+        kind: SELF_ATTENTION (self-attention), CROSS_ATTENTION (cross-attention) or FEED_FORWARD.
         parts: the number of products of x. Attention has 1 or 3, which compute queries, keys and
             values. A feed-forward sublayer has the wide layer and an optional gate.
         part: the weights of these products.
@@ -63,22 +63,22 @@ class Sublayer(ctypes.Structure):
         heads: query heads.
         key_heads: key heads.
         dims: the head dimension.
-        whole_norms: whether `query_norm` and `key_norm` cover all heads together.
+        norms_all_heads: whether `query_norm` and `key_norm` cover all heads together.
         scale: the factor of query times key.
-        behind: the activation function of the wide layer, a code of `ops.native.BEHIND`.
+        activation: the activation function of the wide layer, a code of `ops.native.ACTIVATIONS`.
         cosine: (R or 1, E), the rotary angles of the first E dimensions of each head; or NULL.
         sine: as `cosine`.
         turned: E.
         turn_row: stride of the rows of `cosine` and `sine`.
-        neighbours: whether the two dimensions of a rotated pair are adjacent.
+        interleaved: whether the two dimensions of a rotated pair are adjacent.
     """
 
     _fields_: ClassVar = [
         *of(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
         *of(Norm, "norm query_norm key_norm"),
-        *of(INTEGER, "parallel heads key_heads dims whole_norms"), ("scale", DOUBLE),
-        ("behind", INTEGER), *of(POINTER, "cosine sine"),
-        *of(INTEGER, "turned turn_row neighbours"),
+        *of(INTEGER, "parallel heads key_heads dims norms_all_heads"), ("scale", DOUBLE),
+        ("activation", INTEGER), *of(POINTER, "cosine sine"),
+        *of(INTEGER, "turned turn_row interleaved"),
     ]  # fmt: skip
 
 

@@ -310,9 +310,9 @@ def _decode(
     source, end = net_input["src_tokens"], generator.eos
     longest = longest_of(generator, source)
     start = source.new_full((plan.sentences, 1), end if bos_token is None else bos_token)
-    large = _Whole(generator.model, net_input, start, longest, generator.temperature)
+    large = _FusedModel(generator.model, net_input, start, longest, generator.temperature)
     if options.layers is None:
-        small = _Whole(
+        small = _FusedModel(
             EnsembleModel([options.small]), net_input, start, longest, generator.temperature
         )
     else:
@@ -345,7 +345,7 @@ def _decode(
     return (
         hypotheses,
         bild_loop.counts,
-        large.left_off + (small.left_off if isinstance(small, _Whole) else ()),
+        large.left_off + (small.left_off if isinstance(small, _FusedModel) else ()),
     )
 
 
@@ -385,7 +385,7 @@ def _hypothesis(
     }
 
 
-class _Whole:
+class _FusedModel:
     """A model that runs fused decode steps of all its layers (`decoding.speculative.bild.Model`).
 
     Args:
@@ -448,7 +448,7 @@ class _Whole:
 class _FirstLayers:
     """A model's first layers, over the model's own KV cache (`decoding.speculative.bild.Model`)."""
 
-    def __init__(self, whole: _Whole, layers: int) -> None:
+    def __init__(self, whole: _FusedModel, layers: int) -> None:
         self.whole, self.layers = whole, layers
 
     def prefill(self) -> None:

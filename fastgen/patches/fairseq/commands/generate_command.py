@@ -23,7 +23,7 @@ from fastgen.patches.engine import engine
 from fastgen.patches.fairseq.bild.bild_command import Pair
 from fastgen.patches.fairseq.commands import workers
 from fastgen.patches.fairseq.commands.background import InOrder
-from fastgen.patches.fairseq.commands.lines import Scored, Sentence, Speaker, spoken
+from fastgen.patches.fairseq.commands.lines import LineFormatter, Scored, Sentence, spoken
 from fastgen.patches.fairseq.commands.options import command_line
 from fastgen.patches.fairseq.commands.setup import Run, check_sampling, standard_output, without
 from fastgen.patches.fairseq.generator.refill import Translations
@@ -111,7 +111,7 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
         source_dictionary = getattr(run.task, "source_dictionary", None)
     except NotImplementedError:
         source_dictionary = None
-    speaker = run.speaker(generator, source_dictionary, interactive=False)
+    formatter = run.formatter(generator, source_dictionary, interactive=False)
     scorer: Any = scoring.build_scorer(cfg.scoring, run.task.target_dictionary)
     timer, meter, count, has_target = StopwatchMeter(), TimeMeter(), 0, True
 
@@ -135,7 +135,7 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
         )
         for sample, hypotheses, tokens in translations:
             read: Any = (
-                None if hypotheses is None else _sentences(sample, hypotheses, speaker, dataset)
+                None if hypotheses is None else _sentences(sample, hypotheses, formatter, dataset)
             )
             count = (
                 sample["nsentences"]
@@ -154,7 +154,7 @@ def _generate(cfg: Any, output: TextIO | None, pair: Pair) -> tuple[Any, Iterabl
             translated,
             left_off,
         ),
-        InOrder(speaker.batch, write, command_line.postprocess_workers) as background,
+        InOrder(formatter.batch, write, command_line.postprocess_workers) as background,
     ):
         progress = _under_bar(run, translated, len(batches))
         for read in progress:
@@ -300,9 +300,11 @@ def _under_bar(run: Run, translated: Iterable[_ReadOff], batches: int) -> Any:
     )
 
 
-def _sentences(sample: Any, found: list[Any], speaker: Speaker, dataset: Any) -> list[Sentence]:
+def _sentences(
+    sample: Any, found: list[Any], formatter: LineFormatter, dataset: Any
+) -> list[Sentence]:
     """Convert a batch and its translations to plain numbers."""
-    pad = speaker.target_dictionary.pad()
+    pad = formatter.target_dictionary.pad()
     sources, targets = (
         None if tokens is None else [without(row, pad) for row in tokens.tolist()]
         for tokens in (sample["net_input"].get("src_tokens"), sample["target"])
@@ -311,10 +313,10 @@ def _sentences(sample: Any, found: list[Any], speaker: Speaker, dataset: Any) ->
     for i, number in enumerate(sample["id"].tolist()):
         source: Any = None if sources is None else sources[i]
         target: Any = None if targets is None else targets[i]
-        if speaker.align is not None:
+        if formatter.align is not None:
             source = dataset.src.get_original_text(number)
             target = dataset.tgt.get_original_text(number)
-        sentences.append(Sentence(number, source, target, spoken(found[i][: speaker.nbest])))
+        sentences.append(Sentence(number, source, target, spoken(found[i][: formatter.nbest])))
     return sentences
 
 

@@ -23,7 +23,7 @@ from fastgen.patches.engine import engine
 from fastgen.patches.fairseq.bild.bild_command import Pair
 from fastgen.patches.fairseq.commands import workers
 from fastgen.patches.fairseq.commands.background import InOrder
-from fastgen.patches.fairseq.commands.lines import Sentence, Speaker, Spoken, spoken
+from fastgen.patches.fairseq.commands.lines import LineFormatter, Sentence, Spoken, spoken
 from fastgen.patches.fairseq.commands.options import command_line
 from fastgen.patches.fairseq.commands.setup import Run, check_sampling, standard_output, without
 
@@ -53,7 +53,7 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
     run = Run(cfg, logger, pair)
     run.prepare(run.models)
     generator = run.task.build_generator(run.models, cfg.generation)
-    speaker = run.speaker(generator, run.task.source_dictionary, interactive=True)
+    formatter = run.formatter(generator, run.task.source_dictionary, interactive=True)
     if cfg.generation.constraints:
         logger.warning("NOTE: Constrained decoding currently assumes a shared subword vocabulary.")
     if cfg.interactive.buffer_size > 1:
@@ -68,14 +68,14 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
         for batch in batches:
             began_batch = time.time()
             nbest_lists = _translate(run, generator, batch)
-            plain_hypotheses = [spoken(hypotheses[: speaker.nbest]) for hypotheses in nbest_lists]
+            plain_hypotheses = [spoken(hypotheses[: formatter.nbest]) for hypotheses in nbest_lists]
             yield _Translated(batch, plain_hypotheses, time.time() - began_batch)
 
     with (
         pair.drafting(generator) as drafting,
         _by_workers(run, generator, translate) as (translated, left_off),
         InOrder(
-            lambda sentences: _lines_of(speaker, sentences),
+            lambda sentences: _lines_of(formatter, sentences),
             lines.extend,
             command_line.postprocess_workers,
         ) as background,
@@ -84,7 +84,7 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
             waiting = time.time()
             for each in translated(batches):
                 translating += time.time() - waiting
-                background.hand_in(_typed(each, speaker, start, cfg.generation.constraints))
+                background.hand_in(_typed(each, formatter, start, cfg.generation.constraints))
                 waiting = time.time()
             background.finish()
             print("".join(text for _, text in sorted(lines)), end="", flush=True)
@@ -165,8 +165,8 @@ def _buffers(run: Run) -> Iterator[tuple[int, list[Any]]]:
             yield buffer
 
 
-def _lines_of(speaker: Speaker, sentences: list[Sentence]) -> list[tuple[int, str]]:
-    return [(sentence.number, speaker.batch([sentence])[0]) for sentence in sentences]
+def _lines_of(formatter: LineFormatter, sentences: list[Sentence]) -> list[tuple[int, str]]:
+    return [(sentence.number, formatter.batch([sentence])[0]) for sentence in sentences]
 
 
 def _translate(run: Run, generator: Any, batch: Any) -> list[Any]:
@@ -178,9 +178,11 @@ def _translate(run: Run, generator: Any, batch: Any) -> list[Any]:
     return run.task.inference_step(generator, run.models, sample, constraints=constraints)
 
 
-def _typed(each: _Translated, speaker: Speaker, start: int, constrained: bool) -> list[Sentence]:
+def _typed(
+    each: _Translated, formatter: LineFormatter, start: int, constrained: bool
+) -> list[Sentence]:
     """Return sentences that were typed, and their translations, as plain numbers."""
-    pad, batch = speaker.target_dictionary.pad(), each.batch
+    pad, batch = formatter.target_dictionary.pad(), each.batch
     sources: list[list[int]] = batch.src_tokens.tolist()
     return [
         Sentence(

@@ -62,7 +62,7 @@ class Scored:
 
 
 @dataclass
-class Speaker:
+class LineFormatter:
     """Formatter of a sentence's output lines.
 
     Attributes:

@@ -15,7 +15,7 @@ from fairseq import checkpoint_utils, tasks, utils
 from fairseq_cli.generate import get_symbols_to_strip_from_output
 
 from fastgen.patches.fairseq.bild.bild_command import Pair
-from fastgen.patches.fairseq.commands.lines import Speaker
+from fastgen.patches.fairseq.commands.lines import LineFormatter
 from fastgen.patches.fairseq.commands.options import command_line
 
 
@@ -64,14 +64,14 @@ class Run:
             self.task.max_positions(), *[model.max_positions() for model in models]
         )
 
-    def speaker(self, generator: Any, source_dictionary: Any, interactive: bool) -> Speaker:
+    def formatter(self, generator: Any, source_dictionary: Any, interactive: bool) -> LineFormatter:
         cfg = self.cfg
         self.tokenizer, self.bpe = (
             self.task.build_tokenizer(cfg.tokenizer),
             self.task.build_bpe(cfg.bpe),
         )
         alignment = cfg.generation.print_alignment
-        return Speaker(
+        return LineFormatter(
             source_dictionary=source_dictionary,
             target_dictionary=self.task.target_dictionary,
             ignored=get_symbols_to_strip_from_output(generator),

@@ -115,20 +115,20 @@ class BildEncoderDecoderOutput(gu.GenerateEncoderDecoderOutput):
     bild: dict[str, Tensor] | None = None
 
 
-def decode(call: Call, asked: DraftingRequest) -> Any:
+def decode(call: Call, request: DraftingRequest) -> Any:
     """Run the decode loop of a call and return the value of `generate`.
 
     Raises:
         ValueError: The call has an unsupported setting; the message names it.
     """
-    options, config = asked.options, call.config
-    asked.decoded = True
-    check(call, asked)
-    large = _Whole(call)
+    options, config = request.options, call.config
+    request.decoded = True
+    check(call, request)
+    large = _FusedModel(call)
     small = (
         _FirstLayers(large, options.layers)
         if options.layers is not None
-        else _Later(lambda: _small(call, asked))
+        else _Later(lambda: _small(call, request))
     )
     policy: Policy = Likeliest(0.0 if options.lossless else options.rollback)
     if config.do_sample:
@@ -159,7 +159,7 @@ def decode(call: Call, asked: DraftingRequest) -> Any:
     )
     plan = replace(large.stepper.plan, method="big-little decoding")
     large.stepper.plan = plan
-    assistant = asked.options.small
+    assistant = request.options.small
     with engine.running(plan):
         if assistant is None:
             sequences = bild.run()
@@ -197,29 +197,29 @@ def returned(call: Call, as_dict: bool, sequences: Tensor, counts: dict[str, Ten
     return kind(sequences=cast(Any, sequences), bild=counts)
 
 
-def check(call: Call, asked: DraftingRequest) -> None:
+def check(call: Call, request: DraftingRequest) -> None:
     """Check a call and its small model for unsupported settings, as far as they are visible.
 
     Raises:
         ValueError: There is one; the message names it.
     """
-    if not asked.options.beams:
+    if not request.options.beams:
         _check_call(call)
-    if asked.options.small is not None:
-        inputs_of_small(asked)
-        _check_small(asked.options.small)
+    if request.options.small is not None:
+        inputs_of_small(request)
+        _check_small(request.options.small)
 
 
-def drafted(call: Call, asked: DraftingRequest) -> DraftedStepper:
+def drafted(call: Call, request: DraftingRequest) -> DraftedStepper:
     """Return the stepper of a beam search whose steps the small model drafts.
 
     Raises:
         ValueError: Decode steps of one of the models cannot run from its weights.
     """
-    asked.decoded = True
+    request.decoded = True
     plan, step = planned(call, "beam")
-    small = _small(call, asked).stepper
-    return DraftedStepper(call, plan, step, small, WIDTH * plan.beams, asked.options.beams)
+    small = _small(call, request).stepper
+    return DraftedStepper(call, plan, step, small, WIDTH * plan.beams, request.options.beams)
 
 
 def not_proven(model: DraftedStepper, reason: NotFused) -> ValueError:
@@ -314,7 +314,7 @@ def _not_fused(model: Any, reason: object) -> ValueError:
     )
 
 
-class _Whole:
+class _FusedModel:
     """A `decoding.speculative.bild.Model` that runs all its layers from the weights."""
 
     def __init__(self, call: Call) -> None:
@@ -346,7 +346,7 @@ class _Whole:
 class _FirstLayers:
     """A `decoding.speculative.bild.Model` of the large model's first layers, with its KV cache."""
 
-    def __init__(self, whole: _Whole, layers: int) -> None:
+    def __init__(self, whole: _FusedModel, layers: int) -> None:
         self.whole = whole
         step = whole.stepper.of_weights
         assert step is not None
@@ -365,9 +365,9 @@ class _FirstLayers:
 class _Later:
     """A `decoding.speculative.bild.Model` that is created at its prefill."""
 
-    def __init__(self, make: Callable[[], _Whole]) -> None:
+    def __init__(self, make: Callable[[], _FusedModel]) -> None:
         self._make = make
-        self._made: _Whole | None = None
+        self._made: _FusedModel | None = None
 
     def prefill(self) -> Tensor | None:
         self._made = self._make()
@@ -382,13 +382,13 @@ class _Later:
         self._made.keep(rows)
 
 
-def _small(call: Call, asked: DraftingRequest) -> _Whole:
+def _small(call: Call, request: DraftingRequest) -> _FusedModel:
     """Return the small model of a call, set up with the call's inputs.
 
     Raises:
         ValueError: Its call does not reach the decode loop, or does not match the large model's.
     """
-    model, config, inputs = asked.options.small, call.config, inputs_of_small(asked)
+    model, config, inputs = request.options.small, call.config, inputs_of_small(request)
     with requesting(model, captures_call_only=True):
         small_call = model.generate(generation_config=settings_of_small(config), **inputs)
     if not isinstance(small_call, Call):
@@ -407,7 +407,7 @@ def _small(call: Call, asked: DraftingRequest) -> _Whole:
             f"the small {type(model).__name__} begins its texts "
             "with other tokens than the large model"
         )
-    return _Whole(small_call)
+    return _FusedModel(small_call)
 
 
 def settings_of_small(config: Any) -> GenerationConfig:
@@ -426,14 +426,14 @@ def settings_of_small(config: Any) -> GenerationConfig:
     )
 
 
-def inputs_of_small(asked: DraftingRequest) -> Mapping[str, Any]:
+def inputs_of_small(request: DraftingRequest) -> Mapping[str, Any]:
     """Return the inputs of the small model's `generate`, which are those of the call.
 
     Raises:
         ValueError: The call has only inputs that are specific to the large model.
     """
-    assert asked.inputs is not None
-    inputs = {k: v for k, v in asked.inputs.items() if v is not None and k != "encoder_outputs"}
+    assert request.inputs is not None
+    inputs = {k: v for k, v in request.inputs.items() if v is not None and k != "encoder_outputs"}
     if "inputs_embeds" in inputs or not inputs.keys() & {
         "inputs",
         "input_ids",

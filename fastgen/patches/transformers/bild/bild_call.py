@@ -76,11 +76,11 @@ def options_of(model: Any, arguments: dict[str, Any]) -> Options | None:
     return options
 
 
-def _check_beams(asked: Mapping[str, Any], beams: int) -> None:
+def _check_beams(requested: Mapping[str, Any], beams: int) -> None:
     """Raise ValueError if a call has options that do not apply to drafts of a beam search."""
     if beams == 1:
         raise ValueError("speculative_beams drafts the steps of a beam search, and num_beams is 1")
-    others = ", ".join(sorted(set(asked) - {"speculative_beams", "lossless"}))
+    others = ", ".join(sorted(set(requested) - {"speculative_beams", "lossless"}))
     if others:
         raise ValueError(
             "speculative_beams drafts the best continuations of a step: "

@@ -16,7 +16,7 @@ from fastgen.patches.transformers.generate.report import CallReport
 from fastgen.patches.transformers.generate.stopping_criteria import stop_of
 
 
-def rests(call: Call, asked: bild.DraftingRequest) -> bool:
+def rests(call: Call, request: bild.DraftingRequest) -> bool:
     """Return whether the large model should decode alone.
 
     That is the case if no round of the call would draft and the output is the same.
@@ -24,16 +24,16 @@ def rests(call: Call, asked: bild.DraftingRequest) -> bool:
     Raises:
         ValueError: Big-little decoding does not support the call.
     """
-    pace = bild.pace_for(call, asked.options)
+    pace = bild.pace_for(call, request.options)
     same_output = not (
         call.config.do_sample
-        or asked.options.paper_compat
+        or request.options.paper_compat
         or call.scored
         or call.wanted is not None
     )
     if pace is None or not same_output or pace.total == 0.0 or pace.may_draft():
         return False
-    bild.check(call, asked)
+    bild.check(call, request)
     return True
 
 
@@ -46,7 +46,7 @@ def resting(call: Call) -> Call:
 
 def of_large_alone(
     call: Call,
-    asked: bild.DraftingRequest,
+    request: bild.DraftingRequest,
     as_dict: bool,
     sequences: Tensor,
     report: CallReport,
@@ -56,13 +56,13 @@ def of_large_alone(
 
     Args:
         call: The call.
-        asked: Its request for big-little decoding.
+        request: Its request for big-little decoding.
         as_dict: Whether `generate` returns a dict.
         sequences: Token ids (B, L) int64.
         report: Report of the call.
         seconds: Duration of the call.
     """
-    asked.decoded, pace = True, bild.pace_for(call, asked.options)
+    request.decoded, pace = True, bild.pace_for(call, request.options)
     assert pace is not None  # `rests` returned True
     for rows, step_seconds in report.steps:
         pace.note(False, rows, rows, step_seconds)

@@ -45,7 +45,7 @@ def held(layer: Any, length: int) -> int:
 
 
 @dataclass(eq=False)
-class _Whole:
+class _FullLayer:
     """The full capacity of a self-attention layer, presented as if it were filled."""
 
     keys: Tensor
@@ -84,7 +84,7 @@ class Room:
         for layer in cache.text:
             end = layer.prefix + steps * cache.beams
             keys, values = (buffer[:, :, :end] for buffer in layer.room)
-            self._layers[layer] = _Whole(keys, values, layer.prefix, steps)
+            self._layers[layer] = _FullLayer(keys, values, layer.prefix, steps)
         self._tickets = {
             layer: placeholder(whole, cache.rows, whole.prefix + whole.steps)
             for layer, whole in self._layers.items()
@@ -116,7 +116,7 @@ class Room:
 
         A tensor for self-attention layers, an int for cross-attention layers.
         """
-        return self.length if isinstance(self._layers[layer], _Whole) else layer.length
+        return self.length if isinstance(self._layers[layer], _FullLayer) else layer.length
 
 
 class SharedCache:

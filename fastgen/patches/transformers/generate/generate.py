@@ -281,10 +281,10 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     return suspended.finish() if finished else suspended
 
 
-def _drafted_beams(call: Call, asked: bild.DraftingRequest) -> Any:
+def _drafted_beams(call: Call, request: bild.DraftingRequest) -> Any:
     """Run a beam search whose decode steps a small model drafts."""
-    model = bild.drafted(call, asked)
-    assistant = asked.options.small
+    model = bild.drafted(call, request)
+    assistant = request.options.small
     with engine.running(model.plan), routed(assistant, spec_of(assistant.config)):
         decoding = decoding_of("beam", call, model)
         try:

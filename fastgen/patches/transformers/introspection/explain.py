@@ -200,26 +200,26 @@ def _asked(bare: Any, kwargs: dict[str, Any]) -> bild.DraftingRequest | None:
 
 
 def _of_two_models(
-    bare: Any, asked: bild.DraftingRequest, linears: Linears, kwargs: dict[str, Any]
+    bare: Any, request: bild.DraftingRequest, linears: Linears, kwargs: dict[str, Any]
 ) -> Explanation:
     """Return what a call with big-little decoding would run; raises what the call would raise."""
     try:
-        prepared, small = prepare(bare, bare, kwargs), asked.options.small
+        prepared, small = prepare(bare, bare, kwargs), request.options.small
     except Unsupported as unsupported:
         raise ValueError(
             f"big-little decoding of {type(bare).__name__}: {unsupported.reason}"
         ) from None
     call = _call(bare, prepared)
-    bild.check(call, asked)
+    bild.check(call, request)
     with torch.no_grad(), _as_in_generate(bare, small):
         plan, step = bild.planned(call, prepared.loop)
-        if asked.options.layers is not None:
-            early_exit(step, asked.options.layers)  # raises if there is no such layer
+        if request.options.layers is not None:
+            early_exit(step, request.options.layers)  # raises if there is no such layer
         models = [(bare, prepared, plan)]
         if small is not None:
             small_kwargs = {
                 "generation_config": bild.settings_of_small(prepared.config),
-                **bild.inputs_of_small(asked),
+                **bild.inputs_of_small(request),
             }
             prepared_small = prepare(small, small, small_kwargs)
             models.append((small, prepared_small, bild.planned(_call(small, prepared_small))[0]))
@@ -228,7 +228,7 @@ def _of_two_models(
     drafts = (
         f"{type(small).__name__} drafts"
         if small is not None
-        else f"the first {asked.options.layers} layers draft"
+        else f"the first {request.options.layers} layers draft"
     )
     if prepared.loop == "beam":
         plan = replace(plan, drop=False)  # sentences stay in the batch until the end

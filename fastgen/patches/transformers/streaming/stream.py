@@ -141,7 +141,7 @@ class _Stream:
             )
             or "logits_processor" in kwargs
         )
-        self.alike = sees_padding and not self.encoder_decoder
+        self.same_length = sees_padding and not self.encoder_decoder
         ends = config.eos_token_id
         self.ends = torch.tensor(
             [] if ends is None else ends, dtype=torch.int64, device="cpu"
@@ -193,7 +193,7 @@ class _Stream:
             self.drafts or not engine.is_applied("transformers.first_tokens")
         )
         return (
-            _Waiting(sentences, first, self.max_tokens, self.alike, apart, error)
+            _Waiting(sentences, first, self.max_tokens, self.same_length, apart, error)
             if sentences
             else None
         )
@@ -307,7 +307,7 @@ class _Waiting:
         sentences: Token ids (L,) int64 of each sentence.
         first: First token of each output, or empty.
         max_tokens: Maximum number of tokens in a batch, including padding.
-        alike: Whether all sentences of a batch must have the same length.
+        same_length: Whether all sentences of a batch must have the same length.
         apart: Whether all sentences of a batch must have the same first token.
         error: The exception that ended the inputs after these sentences, or None.
     """
@@ -317,7 +317,7 @@ class _Waiting:
         sentences: list[Tensor],
         first: list[int],
         max_tokens: int,
-        alike: bool,
+        same_length: bool,
         apart: bool,
         error: Exception | None,
     ) -> None:
@@ -329,7 +329,8 @@ class _Waiting:
         )
         lengths = [len(sentence) for sentence in sentences]
         self.kinds = [
-            (first[i] if apart else 0, length if alike else 0) for i, length in enumerate(lengths)
+            (first[i] if apart else 0, length if same_length else 0)
+            for i, length in enumerate(lengths)
         ]
         self.order = sorted(range(len(sentences)), key=lambda i: (self.kinds[i][0], -lengths[i]))
 
