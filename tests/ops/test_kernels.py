@@ -357,11 +357,25 @@ def test_best_of_log_probs(b: int, m: int, v: int, k: int, device: str) -> None:
 )
 def test_argmax(rows: int, v: int, dtype: torch.dtype, device: str) -> None:
     logits = _randn(rows, v, dtype=dtype, device=device)
-    with _Watched(logits, part=1, highest=1):
+    with _Watched(logits, argmax=1):
         assert torch.equal(kbest.argmax(logits), logits.argmax(-1))
+    _check_argmax(kbest, rows, v, dtype, device)
+
+
+def _check_argmax(ops: Any, rows: int, v: int, dtype: torch.dtype, device: str = "cpu") -> None:
+    logits = _randn(rows, v, dtype=dtype, device=device)
     for first in (v // 2, 0, v - 1):
         logits[:, first:] = logits.max() + 1
-        assert kbest.argmax(logits).tolist() == [first] * rows
+        assert ops.argmax(logits).tolist() == [first] * rows
+    logits[:] = -torch.inf
+    assert ops.argmax(logits).tolist() == [0] * rows
+    logits[:, v // 3 :] = torch.nan
+    assert ops.argmax(logits).tolist() == [v // 3] * rows
+
+
+def test_argmax_of_more_rows_than_are_counted() -> None:
+    logits = torch.arange(4_200.0)[:, None] == torch.arange(4_200.0)
+    assert torch.equal(kbest.argmax(logits.to(torch.float16)), torch.arange(4_200))
 
 
 @pytest.mark.parametrize("v", [1_000, 50_264, 50_304])
@@ -1306,6 +1320,19 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
     "kbest: one group less": (
         kbest_kernels, "(slot == i) & (best !=", "(slot == i + 1) & (best !=",
         lambda kernels: _check_kbest(kernels, "cpu", 1, 2, 5_001, 8, torch.float32),
+    ),
+    "argmax: the end of the vocabulary": (
+        kbest_kernels, "tl.max(tl.where(inside, key_of(value, token), lowest), 0)",
+        "tl.max(key_of(value, token), 0)",
+        lambda kernels: _check_argmax(kernels, 2, 5_001, torch.float32),
+    ),
+    "argmax: all parts": (
+        kbest_kernels, "mask=other < parts, other=lowest", "mask=other < parts - 1, other=lowest",
+        lambda kernels: _check_argmax(kernels, 2, 9_001, torch.float32),
+    ),
+    "argmax: the next launch": (
+        kbest_kernels, "tl.store(ended_ptr + row, 0)", "tl.store(ended_ptr + row, 2)",
+        lambda kernels: _check_argmax(kernels, 2, 5_001, torch.float32),
     ),
     "token mask: the end": (
         token_mask, "(tokens < vocabulary))", "(tokens <= vocabulary))",

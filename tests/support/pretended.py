@@ -112,6 +112,7 @@ class Pretended:
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch, "empty", _without_pinning(torch.empty))
         monkeypatch.setattr(torch, "Generator", _Generator)
+        monkeypatch.setattr(torch, "Stream", _Stream)
         monkeypatch.setattr(Tensor, "__deepcopy__", _deepcopy_of(Tensor.__deepcopy__))
         for name, module in list(sys.modules.items()):
             if name.startswith("fastgen.") and "launch" in vars(module):
@@ -186,6 +187,11 @@ class _Stream:
 
     def query(self) -> bool:
         return True
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 def _deepcopy_of(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -400,7 +406,7 @@ def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         if not value.is_cuda:
-            if value.dim() and name != "_to_copy":
+            if value.dim():
                 raise RuntimeError(
                     f"{name}: expected all tensors on cuda:0, found one on {value.device}"
                 )
@@ -477,6 +483,16 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
+def _to_copy(
+    source: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None,
+    memory_format: torch.memory_format | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Implement `aten::_to_copy`, whose copies to the CPU would be pinned if they do not block."""
+    kept = torch.preserve_format if memory_format is None else memory_format
+    copy = _on_cpu(source).to(dtype or source.dtype, copy=True, memory_format=kept)
+    return copy if device is not None and device.type == "cpu" else _moved(copy, _CUDA)
+
+
 @functools.cache
 def _native() -> Any:
     """Compile and load the C++ part, using torch's own headers."""
@@ -512,4 +528,5 @@ def _register() -> tuple[torch.library.Library, ...]:
     rest, own = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     rest.fallback(_run_on_cpu, "CUDA")
     own.impl("copy_", _copy, "CUDA")
+    own.impl("_to_copy", _to_copy, "CUDA")
     return rest, own

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastgen.ops import native
 from fastgen.ops.dispatch import (
+    MOST_COUNTED,
     TRITON,
     cdiv,
     chosen,
@@ -300,9 +301,10 @@ def argmax(logits: Tensor) -> Tensor:
     Of equal logits the lowest token wins; in a row with NaN, the first NaN. No probability is
     computed (Hoang et al. 2018, algorithm 5). Traffic: one read of the logits.
     """
-    if use_triton(
-        "argmax", lambda: logits.dtype != torch.float64 and logits.stride(-1) == 1, logits
-    ):
+    able = lambda: (  # noqa: E731
+        logits.dtype != torch.float64 and logits.stride(-1) == 1 and len(logits) <= MOST_COUNTED
+    )
+    if use_triton("argmax", able, logits):
         return kernels.argmax(logits)
     if logits.device.type != "cpu":
         return torch.argmax(logits, -1)

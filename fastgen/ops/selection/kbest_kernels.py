@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.ops.dispatch import cdiv, constexpr, jit, launch, power_of_two, tl
+from fastgen.ops.dispatch import cdiv, constexpr, counters, jit, launch, power_of_two, tl
 from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
 
 PART = 4096
@@ -212,24 +212,46 @@ def first_launch(
 
 def argmax(logits: Tensor) -> Tensor:
     """Return the token (R,) int64 with the highest logit of each row (R, V); ties: the lowest."""
-    rows, v = logits.shape
+    (rows, v), device = logits.shape, logits.device
     parts = cdiv(v, PART)
-    keys = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    keys = ended = tokens  # which a single part does not use
+    if parts > 1:
+        keys = torch.empty(rows, parts, dtype=torch.int64, device=device)
+        ended = counters(device, rows)
     launch(
-        _part_kernel, (rows, parts), logits, logits, logits, keys, keys, keys, v, logits.stride(0),
-        0, 1.0, KEPT=1, BLOCK=min(PART, power_of_two(v)), BIAS=False, BANNED=False, SUMMED=False,
+        _argmax_kernel, (rows, parts), logits, keys, ended, tokens, v, logits.stride(0),
+        BLOCK=min(PART, power_of_two(v)), PARTS=power_of_two(parts),
     )  # fmt: skip
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    launch(_highest_kernel, (rows,), keys, tokens, parts, PARTS=power_of_two(parts), num_warps=1)
     return tokens
 
 
-@jit("parts")
-def _highest_kernel(keys_ptr, tokens_ptr, parts, PARTS: constexpr):
-    """Reduce the keys of a row's parts to the token of the highest key."""
-    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
-    keys = tl.load(keys_ptr + row * parts + part, mask=part < parts, other=-0x7FFFFFFFFFFFFFFF)
-    tl.store(tokens_ptr + row, index_of(tl.max(keys, 0)).to(tl.int64))
+@jit()
+def _argmax_kernel(
+    logits_ptr, keys_ptr, ended_ptr, tokens_ptr, vocabulary, row_stride, BLOCK: constexpr,
+    PARTS: constexpr,
+):  # fmt: skip
+    """Find the highest logit of a part of a row; the last program of a row compares its parts."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = part * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocabulary
+    value = tl.load(logits_ptr + row * row_stride + token, mask=inside, other=0.0).to(tl.float32)
+    lowest = -0x7FFFFFFFFFFFFFFF
+    best = tl.max(tl.where(inside, key_of(value, token), lowest), 0)
+    if PARTS == 1:
+        tl.store(tokens_ptr + row, index_of(best).to(tl.int64))
+    else:
+        parts = tl.num_programs(1)
+        tl.store(keys_ptr + row * parts + part, best)
+        tl.debug_barrier()  # the key is written before the increment of the counter
+        if tl.atomic_add(ended_ptr + row, 1, sem="acq_rel") == parts - 1:
+            other = tl.arange(0, PARTS)
+            keys = tl.load(
+                keys_ptr + row * parts + other, mask=other < parts, other=lowest,
+                cache_modifier=".cg",
+            )  # fmt: skip
+            tl.store(tokens_ptr + row, index_of(tl.max(keys, 0)).to(tl.int64))
+            tl.store(ended_ptr + row, 0)  # reset for the next launch
 
 
 @jit()
