@@ -37,7 +37,7 @@ from fastgen.decoding.kv_cache import room
 from fastgen.models.state import state_of
 from fastgen.ops.selection import kbest
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.generate import decide
+from fastgen.patches.transformers.planning import sharing
 from tests.support import zoo
 from tests.support.parity import assert_same, fallbacks, hits, same
 from tests.support.parity import call as run
@@ -590,7 +590,7 @@ def check(call: Call, tolerance: float = 1e-9) -> BaseException | None:
         tolerance = max(tolerance, 1e-3)
     Witness.made.clear()
     # No decision carries over from an earlier call.
-    state_of(call.model).drop(decide.SharedCacheRefusal)
+    state_of(call.model).drop(sharing.SharedCacheRefusal)
     with small_sizes(call), surrounded(call):
         result = assert_same(call.model, call.kwargs, call.torch_seed, tolerance)
     half = len(Witness.made) // 2

@@ -17,8 +17,8 @@ from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
 from fastgen.models.layers import linear
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.specs.registry import SPECS
-from fastgen.patches.transformers.generate.decide import not_shared
 from fastgen.patches.transformers.generate.report import last_call
+from fastgen.patches.transformers.planning.sharing import not_shared
 from tests.support import zoo
 from tests.support.parity import assert_same
 

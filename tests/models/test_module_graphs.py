@@ -19,9 +19,9 @@ from fastgen.models.cuda_graphs import graph
 from fastgen.models.cuda_graphs.replay import not_captured
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.captured_module_step import OTHERWISE, SURE, WORTH
-from fastgen.patches.transformers.generate.decide import MODULES_CANNOT, not_shared
 from fastgen.patches.transformers.generate.report import CallReport, last_call
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
+from fastgen.patches.transformers.planning.sharing import MODULES_CANNOT, not_shared
 from tests.models.test_fused import FIELDS, _build
 from tests.support import zoo
 from tests.support.parity import assert_same, left_off

@@ -35,7 +35,6 @@ from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild.drafted_beams import DraftedStepper
 from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
-from fastgen.patches.transformers.generate.decide import check_model, decide
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
 from fastgen.patches.transformers.generate.logits_processors import (
     batchwise_processor,
@@ -45,6 +44,8 @@ from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.report import note_served
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.generate.stopping_criteria import stop_of, unknown_criterion
+from fastgen.patches.transformers.planning.decide import decide
+from fastgen.patches.transformers.planning.supported import check_model
 
 WIDTH = 2
 """Drafted tokens per step of a beam search, as a multiple of the number of beams."""

@@ -25,7 +25,6 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call, bild_resting
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search
-from fastgen.patches.transformers.generate.decide import decide, method_named
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, setting_of
 from fastgen.patches.transformers.generate.searches import decoding_of
@@ -33,6 +32,7 @@ from fastgen.patches.transformers.generate.stopping_criteria import (
     normalized_config,
 )
 from fastgen.patches.transformers.introspection import parity
+from fastgen.patches.transformers.planning.decide import decide, method_named
 from fastgen.patches.transformers.streaming import beam_streamer, split, suspend
 from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 

@@ -32,17 +32,17 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.captured_module_step import CapturedModules
-from fastgen.patches.transformers.generate.decide import (
+from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder, source_mask
+from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
+from fastgen.patches.transformers.generate.report import CallReport
+from fastgen.patches.transformers.planning.decide import reason_not_to_capture
+from fastgen.patches.transformers.planning.sharing import (
     MODULES_CANNOT,
     SharedCacheRefusal,
     computes_alone,
     has_own_attention,
     not_shared,
-    reason_not_to_capture,
 )
-from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder, source_mask
-from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
-from fastgen.patches.transformers.generate.report import CallReport
 
 
 class SharedStepper(ModuleStepper):

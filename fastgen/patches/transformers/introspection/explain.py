@@ -26,7 +26,6 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call
 from fastgen.patches.transformers.cache.shared_cache import held, parts_of
 from fastgen.patches.transformers.generate import legacy_search
-from fastgen.patches.transformers.generate.decide import decide, held_before
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.searches import decoding_of
@@ -36,6 +35,8 @@ from fastgen.patches.transformers.introspection.prepared import (
     prepare,
     without_wrappers,
 )
+from fastgen.patches.transformers.planning.decide import decide
+from fastgen.patches.transformers.planning.sharing import held_before
 
 
 @dataclass(frozen=True)

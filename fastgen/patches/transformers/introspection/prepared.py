@@ -26,10 +26,11 @@ from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search
-from fastgen.patches.transformers.generate.decide import check_model, rows_of
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import Settings
 from fastgen.patches.transformers.generate.stopping_criteria import normalized_config
+from fastgen.patches.transformers.planning.decide import rows_of
+from fastgen.patches.transformers.planning.supported import check_model
 from fastgen.patches.transformers.streaming import beam_streamer
 
 

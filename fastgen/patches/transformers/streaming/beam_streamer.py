@@ -17,9 +17,9 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from fastgen.decoding.plan import Unsupported
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.generate.decide import check_call, check_model
 from fastgen.patches.transformers.generate.legacy_search import method_of
 from fastgen.patches.transformers.generate.resolve_setting import setting_of
+from fastgen.patches.transformers.planning.supported import check_call, check_model
 
 _NAME = "transformers.beam_streamer"
 _BEAMS = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)

@@ -15,7 +15,6 @@ from fastgen.models.memory import scratch
 from fastgen.patches.engine import engine
 from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room, stop_packing
 from fastgen.patches.generation_call import in_part
-from fastgen.patches.transformers.generate.decide import decide
 from fastgen.patches.transformers.generate.first_tokens import of_sentences
 from fastgen.patches.transformers.generate.legacy_search import method_of
 from fastgen.patches.transformers.generate.logits_processors import has_rows
@@ -27,6 +26,7 @@ from fastgen.patches.transformers.introspection.prepared import (
     prepare,
     without_wrappers,
 )
+from fastgen.patches.transformers.planning.decide import decide
 from fastgen.patches.transformers.streaming import suspend
 
 _Generate = Callable[..., Any]

@@ -25,9 +25,9 @@ from fastgen.models.memory import scratch
 from fastgen.models.state import state_of
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.generate.decide import computes_alone, not_shared
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
+from fastgen.patches.transformers.planning.sharing import computes_alone, not_shared
 from fastgen.patches.transformers.unlisted import families
 from fastgen.patches.transformers.unlisted.families import Undecided
 

@@ -558,7 +558,7 @@ def test_how_long_the_same_is_banned() -> None:
     stop = native_multistep.Stop(torch.tensor([2]), [lambda length: length >= 30], longest=30)
 
     def steps(*transforms: LogitsTransform) -> int:
-        return native_multistep.Steps(stop, transforms).alike(text)
+        return native_multistep.Steps(stop, transforms).uniform_steps(text)
 
     assert steps() == 25
     assert steps(TokenBan(torch.tensor([7]), lambda length: length < 9)) == 4

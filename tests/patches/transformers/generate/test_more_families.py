@@ -16,8 +16,8 @@ from transformers.models.fsmt.modeling_fsmt import SinusoidalPositionalEmbedding
 import fastgen
 from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
 from fastgen.models.specs.registry import SPECS
-from fastgen.patches.transformers.generate.decide import MODULES_CANNOT, not_shared
 from fastgen.patches.transformers.generate.report import CallReport, last_call
+from fastgen.patches.transformers.planning.sharing import MODULES_CANNOT, not_shared
 from tests.patches.transformers.bild.test_bild_transformers import generated, greedy, pair
 from tests.patches.transformers.bild.test_drafted_beams import _assert_same, _settings
 from tests.support import zoo

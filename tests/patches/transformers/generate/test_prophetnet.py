@@ -12,8 +12,8 @@ from fastgen import config
 from fastgen.models.build import equivalence_check
 from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
 from fastgen.models.specs.registry import SPECS
-from fastgen.patches.transformers.generate.decide import MODULES_CANNOT, not_shared
 from fastgen.patches.transformers.generate.report import CallReport, last_call
+from fastgen.patches.transformers.planning.sharing import MODULES_CANNOT, not_shared
 from tests.support import zoo
 from tests.support.parity import assert_same, fallbacks, left_off, same
 from tests.support.recorder import Graphs

@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 import fastgen
 from fastgen.models.build.patched_torch import replaced
 from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
-from fastgen.patches.transformers.generate.decide import not_shared
+from fastgen.patches.transformers.planning.sharing import not_shared
 from tests.support import zoo
 from tests.support.parity import assert_same, fallbacks, left_off
 

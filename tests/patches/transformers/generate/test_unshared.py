@@ -18,8 +18,8 @@ from transformers import (
 import fastgen
 from fastgen.models.state import kept, kept_of, state_of
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.generate import decide
 from fastgen.patches.transformers.generate.report import last_call
+from fastgen.patches.transformers.planning import sharing
 from tests.support import zoo
 from tests.support.parity import Result, assert_same, fallbacks, hits, left_off, same
 
@@ -286,8 +286,8 @@ def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
 @pytest.fixture
 def forget_refused() -> Iterator[None]:
     yield
-    for model, _ in kept(decide.SharedCacheRefusal):
-        state_of(model).drop(decide.SharedCacheRefusal)
+    for model, _ in kept(sharing.SharedCacheRefusal):
+        state_of(model).drop(sharing.SharedCacheRefusal)
 
 
 class _Counts(LogitsProcessor):
@@ -308,14 +308,14 @@ def test_found_out_at_the_first_step(family: str, method: str, fields: str) -> N
     model = zoo.build(family)
     zoo.alone(model)
     kwargs = zoo.batch(model, 4, 11) | METHODS[method] | FIELDS[fields] | {"max_new_tokens": 12}
-    what = f"keys and values are not shared: {decide.computes_alone(model)}"
+    what = f"keys and values are not shared: {sharing.computes_alone(model)}"
     assert fastgen.explain(model, **kwargs).plan.shared
     said, served, before = left_off().get(what, 0), hits(), fallbacks()
     assert assert_same(model, kwargs).error is None
     assert (left_off()[what], hits(), fallbacks()) == (said + 1, served + 1, before)
-    assert kept_of(model, decide.SharedCacheRefusal) is not None
+    assert kept_of(model, sharing.SharedCacheRefusal) is not None
     assert what in fastgen.explain(model, **kwargs).notes
-    _check_unshared(model, kwargs, decide.computes_alone(model))
+    _check_unshared(model, kwargs, sharing.computes_alone(model))
 
 
 @pytest.mark.usefixtures("forget_refused")
@@ -347,7 +347,7 @@ def test_found_out_when_sentences_have_left(family: str) -> None:
     kwargs["eos_token_id"] = sorted({int(token) for token in first[:3]} | set(range(4, 70, 2)))
     zoo.alone(model)
     assert assert_same(model, kwargs).error is None
-    assert kept_of(model, decide.SharedCacheRefusal) is not None
+    assert kept_of(model, sharing.SharedCacheRefusal) is not None
     call = last_call()
     assert call is not None
     assert call.steps[0][0] < call.plan.rows

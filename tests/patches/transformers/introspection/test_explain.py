@@ -482,10 +482,8 @@ def test_the_documentation_lists_every_reason() -> None:
     pages = ((ROOT / "docs" / name).read_text("utf-8") for name in ("reasons.md", "switches.md"))
     listed, switches = (" ".join(page.split()) for page in pages)  # joins wrapped lines
     folder = ROOT / "fastgen" / "patches" / "transformers"
-    decide, parity = (
-        (folder / name).read_text("utf-8")
-        for name in ("generate/decide.py", "introspection/parity.py")
-    )
+    planning = "".join(file.read_text("utf-8") for file in (folder / "planning").glob("*.py"))
+    parity = (folder / "introspection" / "parity.py").read_text("utf-8")
     parity = parity.partition("def _reason_not_to_repeat")[2].partition("\ndef ")[0]
     fused = "".join(
         (ROOT / "fastgen" / name).read_text("utf-8")
@@ -497,7 +495,7 @@ def test_the_documentation_lists_every_reason() -> None:
             "patches/fairseq/generator/shared_stepper.py",
         )
     )
-    for code, text in ((decide, listed), (parity, switches), (fused, listed)):
+    for code, text in ((planning, listed), (parity, switches), (fused, listed)):
         reasons = re.findall(r'(?:Unsupported\(|NotFused\(|return) *\n? *f?"(.+)"', code)
         assert len(reasons) >= 4
         for reason in reasons:

@@ -1,0 +1,206 @@
+"""Whether the beams of a call share keys and values, and the reason if they do not."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from fastgen.models.build.introspection import reads_rows
+from fastgen.models.routing.routes import touched_of
+from fastgen.models.specs.registry import spec_of
+from fastgen.models.state import Kept, kept_of
+from fastgen.patches.engine import engine
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.cache import user_cache
+from fastgen.patches.transformers.cache.shared_cache import parts_of
+from fastgen.patches.transformers.generate import captured_module_step, fused_decoder
+from fastgen.patches.transformers.generate.legacy_search import Method
+from fastgen.patches.transformers.unlisted.families import (
+    configs_of,
+    key_of,
+    verdict,
+)
+
+MODULES_CANNOT = "the model's own modules compute attention by themselves"
+
+
+class SharedCacheRefusal(Kept):
+    """Kept of a model whose first decode step did not take its keys from the shared cache."""
+
+
+def has_own_attention(model: Any) -> bool:
+    """Return whether a model's modules cannot resolve the placeholders of a shared cache."""
+    return any(
+        spec is not None and not spec.attention_interface
+        for spec in map(spec_of, configs_of(model))
+    )
+
+
+def computes_alone(model: Any) -> str:
+    """Return the reason why a model with a `SharedCacheRefusal` has a cache of its own."""
+    return f"{type(model).__name__} computes with the cache in a way of its own"
+
+
+def not_shared(reason: str) -> str:
+    """Return the plan's message for a call that does not use the shared cache."""
+    return f"keys and values are not shared: {reason}"
+
+
+def reason_not_to_share(
+    model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int
+) -> str | None:
+    """Return why the rows of a call do not share keys and values, or None if they do."""
+    if not config.use_cache:
+        return "use_cache=False"
+    if kwargs.get("encoder_outputs") is not None and not model.config.is_encoder_decoder:
+        return "encoder outputs are given to a decoder"
+    cache = compat.cache_of(kwargs)
+    if (reason := other_kind_of(cache)) is not None:
+        return reason
+    spec, mask = spec_of(model.config), kwargs.get("attention_mask")
+    sources = model.config.is_encoder_decoder and (spec is None or spec.masks_source)
+    if sources and isinstance(mask, Tensor) and not bool(mask.any(-1).all()):
+        return "a source of padding alone"
+    if compat.is_user_provided(cache):
+        if has_own_attention(model):
+            return user_cache.IS_USER_PROVIDED
+        if (
+            reason := user_cache.reason_not_to_share(model, cache, len(input_ids), beams)
+        ) is not None:
+            return reason
+        if (
+            beams == 1
+            and (
+                reason := user_cache.reason_not_to_copy(
+                    cache, config.max_length - input_ids.shape[1]
+                )
+            )
+            is not None
+        ):
+            return reason
+    if (user_code := _reads_rows(model)) is not None:
+        return f"{user_code} may look at rows, or at the cache"
+    longest = longest_text(model, input_ids, config, kwargs)
+    for part in configs_of(model):
+        rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
+        short = rope.get(
+            "original_max_position_embeddings",
+            getattr(part, "original_max_position_embeddings", None),
+        )
+        if rope.get("rope_type") == "longrope" and short is not None and longest > short:
+            return "a text that outgrows its short positions is computed anew"
+    attentions = config.return_dict_in_generate and config.output_attentions
+    if beams == 1:
+        windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
+        if windows and attentions:
+            return "output_attentions=True with a sliding window"
+        # The shared cache keeps the whole text, which pays only if a sentence has several rows.
+        if windows and longest > min(windows):
+            return "the text may outgrow the sliding window"
+        return None
+    if attentions:
+        return "output_attentions=True"
+    return reason_not_to_redeem(model, kwargs)
+
+
+def reason_of_family(
+    model: Any, method: Method | None, input_ids: Tensor, config: Any, kwargs: dict[str, Any],
+    beams: int,
+) -> str | None:  # fmt: skip
+    """Return why a call of a family without a spec does not share, or None if it does.
+
+    Its first call runs both ways, which needs calls that depend on nothing but their arguments.
+    """
+    if method is not None:
+        return f"model type {model.config.model_type!r} has no spec"
+    if compat.is_user_provided(cache := compat.cache_of(kwargs)):
+        return user_cache.IS_USER_PROVIDED
+    windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
+    if windows and longest_text(model, input_ids, config, kwargs) > min(windows):
+        return "the text may outgrow the sliding window"
+    if config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
+        return "hidden states or attentions are returned"
+    return draws(model) or verdict(model, key_of(model, beams, kwargs)) or None
+
+
+def other_kind_of(cache: Any) -> str | None:
+    """Return why a cache is not of the kind that `generate` makes by default, or None if it is."""
+    for part in parts_of(cache) or [cache]:
+        if type(part) is not DynamicCache:
+            return f"the cache is a {type(part).__name__}"
+        if part.offloading:
+            return "the cache is offloaded"
+        layers: list[Any] = part.layers
+        for layer in layers:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                return f"the cache has a {type(layer).__name__}"
+    return None
+
+
+def longest_text(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
+    """Return the maximum number of tokens of a text, cached ones and prompt included."""
+    embeds = None if model.config.is_encoder_decoder else kwargs.get("inputs_embeds")
+    prompt = input_ids if embeds is None else embeds
+    cached = held_before(model, input_ids, config, kwargs)
+    return cached + prompt.shape[1] + config.max_length - input_ids.shape[1]
+
+
+def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
+    """Return the number of cached tokens that the prompt does not repeat, by `_prefill`'s rule."""
+    cache = compat.cache_of(kwargs)
+    if cache is None or kwargs.get("inputs_embeds") is not None:
+        return 0
+    mask = kwargs.get(
+        "decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"
+    )
+    length = compat.length_of_mask(config) if mask is None else mask.shape[1]
+    return 0 if length == input_ids.shape[1] else int(cache.get_seq_length())
+
+
+def reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
+    """Return why the model's modules cannot resolve placeholders, or None if they can."""
+    if kept_of(model, SharedCacheRefusal) is not None:
+        return computes_alone(model)
+    if has_own_attention(model):
+        return None  # its modules never get placeholders
+    if not engine.is_applied("transformers.attention"):
+        return "transformers.attention is not in place"
+    for part in configs_of(model):
+        if (reason := fused_decoder.not_known(model, part)) is not None:
+            return reason
+    if kwargs.get("mm_encoder_outputs"):
+        return "images or videos are given"
+    position_ids = kwargs.get("position_ids")
+    if position_ids is not None and position_ids.dim() > 2:
+        return "multimodal position ids"
+    return None
+
+
+def draws(model: Any) -> str | None:
+    """Return why a row's random numbers depend on the batch (training-mode dropout), or None."""
+    for module in captured_module_step.of_steps(model):
+        if module.training and _has_dropout(module):
+            return (
+                f"dropout of a {type(module).__name__} in training mode draws for the whole batch"
+            )
+    return None
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    numbers = [name for name, value in vars(module).items() if isinstance(value, float) and value]
+    return any("drop" in name or name == "p" for name in numbers)
+
+
+def _reads_rows(model: Any) -> str | None:
+    """Return which user code runs in the modules of the decode steps, or None.
+
+    Such a hook or forward may expect transformers' cache, and one row per beam in prefill.
+    """
+    user_code = {
+        module: what for module in touched_of(model) if (what := reads_rows(module)) is not None
+    }
+    if not user_code:
+        return None
+    step_modules = set(captured_module_step.of_steps(model))
+    return next((what for module, what in user_code.items() if module in step_modules), None)
