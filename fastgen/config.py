@@ -22,6 +22,7 @@ Step = Literal["auto", "module"]
 Graphs = Literal["auto", "call", "off"]
 Refill = Literal["auto", "on", "off"]
 Unknown = Literal["check", "off", "trust"]
+Precision = Literal["model", "int8"]
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,12 @@ VARIABLES = (
         "with transformers; trust: share at once; off: leave them alone",
     ),
     Variable(
+        "FASTGEN_PRECISION",
+        "model",
+        get_args(Precision),
+        "int8: decode steps on a CPU run on weights rounded to int8, which changes the output",
+    ),
+    Variable(
         "FASTGEN_REPORT",
         "0",
         ("0", "1"),
@@ -157,6 +164,7 @@ class Settings:
     graphs: Graphs
     refill: Refill
     unknown: Unknown
+    precision: Precision
     report: bool
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
@@ -208,6 +216,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         graphs=cast(Graphs, value["FASTGEN_GRAPHS"]),
         refill=cast(Refill, value["FASTGEN_REFILL"]),
         unknown=cast(Unknown, value["FASTGEN_UNKNOWN"]),
+        precision=cast(Precision, value["FASTGEN_PRECISION"]),
         report=value["FASTGEN_REPORT"] == "1",
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=_folder("FASTGEN_CACHE_DIR", folder)

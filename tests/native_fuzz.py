@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.models.layers import packed_weights as weights
-from fastgen.ops import native
+from fastgen.ops import int8, native
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
@@ -172,6 +172,20 @@ def _product(draw: Draw) -> None:
     _close(found, wanted, max(1e-3, 2 * torch.finfo(dtype).eps))
 
 
+def _int8_product(draw: Draw) -> None:
+    rows, outputs, inputs = draw.size(), draw.size(), draw.size() * draw.random.choice((1, 5))
+    x, weight = draw.strided(rows, inputs), int8.rounded(draw.normal(outputs, inputs))
+    by = native.library()
+    assert by is not None
+    by = by._replace(can_dot=by.can_dot and draw.random.random() < 0.5)
+    packed, bias, residual = (
+        native.packed_bytes(by, *weight), draw.normal(outputs), draw.normal(rows, outputs),
+    )  # fmt: skip
+    out = torch.full((rows, outputs), torch.nan)
+    found = native.product(by, x, packed, bias, "relu", residual, out)
+    _close(found, int8.int8_linear_reference(x, weight, bias, "relu", residual))
+
+
 def _choice(draw: Draw) -> None:
     beams, penalty = draw.random.choice((1, 2, 3, 5, 16)), draw.random.choice((1.0, 0.0, -1.5, 2.0))
     early = draw.random.choice((True, False, "never"))
@@ -258,7 +272,7 @@ def _embedding(draw: Draw) -> None:
 
 OPERATIONS: tuple[Callable[[Draw], None], ...] = (
     _attention, _log_softmax, _kbest, _product, _choice, _tables, _sentences, _sets, _embedding,
-    _noise,
+    _noise, _int8_product,
 )  # fmt: skip
 
 

@@ -36,6 +36,16 @@ class PanelWeight(NamedTuple):
     panels: Tensor
     outputs: int
 
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return self.panels.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.panels.nbytes
+
     def unpacked(self) -> Tensor:
         """Return the weight, (N, K)."""
         return self.panels.transpose(1, 2).flatten(0, 1)[: self.outputs]
@@ -110,19 +120,14 @@ def pack(weight: Tensor) -> PanelWeight | None:
     return None if by is None else PanelWeight(native.packed(by, weight), len(weight))
 
 
-def packed_bytes(packed: PanelWeight) -> int:
-    """Return the bytes of a packed weight."""
-    return packed.panels.nbytes
-
-
 def bytes_to_pack(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes that a weight (outputs, inputs) takes when packed; 0 if it is not packed."""
     by = native_for(outputs, inputs)
     return 0 if by is None else dtype.itemsize * inputs * _in_panels(by, outputs)
 
 
-def suits(packed: PanelWeight, outputs: int, inputs: int) -> bool:
-    """Return whether `pack` would pack a weight (outputs, inputs) as `packed` is."""
+def suits(packed: "PanelWeight | native.Int8Weight", outputs: int, inputs: int) -> bool:
+    """Return whether C would read a weight (outputs, inputs) packed as `packed` is."""
     by = native_for(outputs, inputs)
     return by is not None and packed.panels.shape[2] == by.panel
 

@@ -11,7 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
 from fastgen.models.runtime.native_step import InC
-from fastgen.ops import linear, native
+from fastgen.ops import int8, linear, native
 from fastgen.ops.beam_attention import beam_attention
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
@@ -44,6 +44,13 @@ def _product(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = No
     return linear.linear(x, packed, bias, residual=residual)
 
 
+def _int8_product(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+    by = native.library()
+    assert by is not None
+    packed = native.packed_bytes(by, *int8.rounded(torch.ones(64, 32)))
+    return int8.int8_linear(x, packed, bias, residual=residual)
+
+
 def _extend(parents: Tensor) -> None:
     extend_rows_([Table(torch.zeros(2, 3, 8), torch.zeros(2, 3, 1))], parents, 2)
 
@@ -63,6 +70,11 @@ WRONG: dict[str, Callable[[], Any]] = {
     "inputs of twice the width": lambda: _product(torch.ones(2, 4, 64)),
     "bias of another width": lambda: _product(torch.ones(4, 32), torch.ones(65)),
     "residual of fewer rows": lambda: _product(torch.ones(4, 32), residual=torch.ones(3, 64)),
+    "inputs of another width, int8": lambda: _int8_product(torch.ones(4, 33)),
+    "bias of another width, int8": lambda: _int8_product(torch.ones(4, 32), torch.ones(65)),
+    "residual of fewer rows, int8": lambda: _int8_product(
+        torch.ones(4, 32), residual=torch.ones(3, 64)
+    ),
     "position of another width": lambda: embedding(
         _integers(4), torch.ones(9, 32), 1.0, torch.ones(31)
     ),

@@ -63,6 +63,7 @@ def load() -> native.Library:
     return native.Library(
         **{name: partial(emulator.call, name) for name in native.SIGNATURES},
         panel=emulator.call("panel"),
+        can_dot=bool(emulator.call("can_dot")),
         run=emulator.address("GOMP_parallel"),
     )
 

@@ -6,17 +6,23 @@ Layers that are quantised, parametrised, hooked or overridden keep their own for
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.models.layers.packed_weights import STOPPED, Packed, has_stopped_packing, packed_of
+from fastgen.models.layers.packed_weights import (
+    STOPPED,
+    Int8Packed,
+    Packed,
+    has_stopped_packing,
+    packed_of,
+)
 from fastgen.models.memory.scratch import Memory
 from fastgen.models.routing.instance import Routed, untouched
+from fastgen.ops import int8, native
 from fastgen.ops import linear as ops
-from fastgen.ops import native
 from fastgen.ops.activation import activation_
 
 MERGED = (0, 4 * 2**20)
@@ -69,6 +75,7 @@ class Linear(Routed):
     """
 
     fuses = True
+    copies: ClassVar[type[Packed]] = Packed
 
     def __init__(self, module: nn.Module, transposed: bool, memory: Memory) -> None:
         super().__init__(module)
@@ -104,7 +111,7 @@ class Linear(Routed):
     def _product(
         self,
         x: Tensor,
-        form: ops.PanelWeight | Tensor,
+        form: Any,
         activation: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
@@ -114,8 +121,8 @@ class Linear(Routed):
     def _is_large(self, x: Tensor) -> bool:
         return x.element_size() * (x.numel() // x.shape[-1]) * self.outputs >= LARGE
 
-    def _form(self, x: Tensor) -> ops.PanelWeight | Tensor | None:
-        """Return the weight as `ops.linear` takes it; None where the layer's own product runs."""
+    def _form(self, x: Tensor) -> Any:
+        """Return the weight as `_product` takes it; None where the layer's own product runs."""
         # Test few rows of a small weight first: small calls consist mostly of such layers.
         if x.numel() < self.least:
             return None
@@ -132,19 +139,44 @@ class Linear(Routed):
         copy = self._copy(weight, plain) if x.numel() <= self.most else None
         return plain if copy is None and self._is_large(x) else copy
 
-    def in_panels(self) -> ops.PanelWeight | None:
+    def in_panels(self) -> Any:
         """Return the weight as a step in C reads it; None where it is not packed that way."""
         weight = self.module.weight
         return self._copy(weight, weight.t() if self.transposed else weight)
 
-    def _copy(self, weight: Tensor, plain: Tensor) -> ops.PanelWeight | None:
+    def _copy(self, weight: Tensor, plain: Tensor) -> Any:
         """Return the packed weight, packing it if it is used often; None where there is none."""
         entry = self.entry
         if entry is None or entry.is_stale(weight):
-            entry = self.entry = packed_of(self.module)
+            entry = self.entry = packed_of(self.module, self.copies)
         copy = entry.copied(weight, plain, always=self.always)
         suits = copy is not None and ops.suits(copy, self.outputs, self.inputs)
         return copy if suits else None
+
+
+class Int8Linear(Linear):
+    """A linear layer whose product runs on a copy of the weight in int8; it replaces no forward.
+
+    Without a copy, for lack of memory, the layer's own product runs.
+    """
+
+    copies = Int8Packed
+
+    def __init__(self, of: Linear) -> None:
+        super().__init__(of.module, of.transposed, of.memory)
+        self.always = False
+
+    def _product(
+        self,
+        x: Tensor,
+        form: native.Int8Weight,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        return int8.int8_linear(x, form, self.module.bias, activation, residual)
+
+    def _form(self, x: Tensor) -> native.Int8Weight | None:
+        return self.in_panels()
 
 
 class Own:

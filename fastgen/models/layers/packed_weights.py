@@ -1,10 +1,10 @@
-"""Packed copies of the weights of linear layers, and their lifetime."""
+"""Packed copies of the weights of linear layers, as they are or in int8, and their lifetime."""
 
 import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,6 +16,7 @@ from fastgen.models.comparison import comparison
 from fastgen.models.memory import budget
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.state import Kept, kept_of, process_state, state_of
+from fastgen.ops import int8
 from fastgen.ops import linear as ops
 
 OFTEN = 3
@@ -44,6 +45,7 @@ class Packed(Kept):
     """
 
     label = "packed weights"
+    often: ClassVar[int] = OFTEN
 
     layer: weakref.ref[nn.Module]
     address: int
@@ -51,12 +53,23 @@ class Packed(Kept):
     stride: int
     probe: Tensor
     uses: int = 0
-    copy: ops.PanelWeight | None = None
+    copy: Any = None
     shortage: str | None = None
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.copy is None else ops.packed_bytes(self.copy)
+        return 0 if self.copy is None else self.copy.nbytes
+
+    @staticmethod
+    def pack(weight: Tensor) -> Any:
+        """Return a packed copy of a weight (N, K); None where C reads none."""
+        return ops.pack(weight)
+
+    @staticmethod
+    def bytes_of(weight: Tensor) -> int:
+        """Return the bytes that the copy takes."""
+        outputs, inputs = weight.shape
+        return ops.bytes_to_pack(outputs, inputs, weight.dtype)
 
     def release(self) -> bool:
         return True  # a running call may still read the copy
@@ -68,7 +81,7 @@ class Packed(Kept):
     def is_stale(self, weight: Tensor) -> bool:
         return self.address != weight.data_ptr() or self.version != weight._version
 
-    def copied(self, weight: Tensor, plain: Tensor, always: bool) -> ops.PanelWeight | None:
+    def copied(self, weight: Tensor, plain: Tensor, always: bool) -> Any:
         """Return the copy, packing the weight if it is used often; None where there is none.
 
         Args:
@@ -78,19 +91,19 @@ class Packed(Kept):
         """
         if self.copy is None:
             self.uses += 1
-            if self.uses >= OFTEN or comparison.get() is not None:
-                self.shortage = _shortage(plain, always)
+            if self.uses >= self.often or comparison.get() is not None:
+                self.shortage = _shortage(self.bytes_of(plain), always)
                 if self.shortage is None:
                     self._pack(plain)
                 if self.copy is None:
-                    self.uses = OFTEN - AGAIN
+                    self.uses = self.often - AGAIN
                 if self.shortage is not None:
                     packing().was_short = True
         return self.copy
 
     def _pack(self, plain: Tensor) -> None:
         try:
-            self.copy = ops.pack(plain)
+            self.copy = self.pack(plain)
         except RuntimeError as error:  # although the system reported free memory
             if not is_out_of_memory(error):
                 raise
@@ -101,18 +114,37 @@ class Packed(Kept):
 
 
 @dataclass(eq=False)
+class Int8Packed(Packed, Kept):
+    """A copy of a weight in int8."""
+
+    label = "int8 weights"
+    often = 1
+
+    @staticmethod
+    def pack(weight: Tensor) -> Any:
+        return int8.pack(weight)
+
+    @staticmethod
+    def bytes_of(weight: Tensor) -> int:
+        return int8.bytes_to_pack(*weight.shape)
+
+
+KINDS = Packed, Int8Packed
+
+
+@dataclass(eq=False)
 class Packing(Kept):
     """State of packing in this process.
 
     Attributes:
-        by_weight: Copies by the `id` of the weight, for layers that share one.
+        by_weight: Copies by their class and the `id` of the weight, for layers that share one.
         was_short: Whether memory has been short since the last `release`; avoids a search for
             missing copies.
         has_stopped: Whether no weights are packed until `release`, after a call ran out of memory.
     """
 
-    by_weight: WeakValueDictionary[int, Packed] = field(
-        default_factory=WeakValueDictionary[int, Packed]
+    by_weight: WeakValueDictionary[tuple[type[Packed], int], Packed] = field(
+        default_factory=WeakValueDictionary[tuple[type[Packed], int], Packed]
     )
     was_short: bool = False
     has_stopped: bool = False
@@ -138,70 +170,72 @@ def _stride(rows: int, columns: int) -> int:
     return next((s for s in range(min(rows, columns) - 1, 1, -1) if math.gcd(s, columns) == 1), 1)
 
 
-def packed_of(module: nn.Module) -> Packed:
-    """Return the entry of a layer's weight."""
+def packed_of(module: nn.Module, kind: type[Packed] = Packed) -> Packed:
+    """Return the entry of a layer's weight, by its class."""
     weight: Any = module.weight
-    known = kept_of(module, Packed)
+    known = kept_of(module, kind)
     if known is not None and known.is_of(weight):
         return known
     by_weight = packing().by_weight
-    entry = by_weight.get(id(weight))
+    entry = by_weight.get((kind, id(weight)))
     if entry is None or not entry.is_of(weight):
         stride = _stride(*weight.shape)
         probe = _sample(weight, stride).clone()
-        entry = Packed(weakref.ref(module), weight.data_ptr(), weight._version, stride, probe)
-    by_weight[id(weight)] = entry
+        entry = kind(weakref.ref(module), weight.data_ptr(), weight._version, stride, probe)
+    by_weight[kind, id(weight)] = entry
     state_of(module).keep(entry)
     return entry
 
 
 def has_copy(module: nn.Module) -> bool:
     """Return whether a packed copy of a layer's weight exists."""
-    entry = packing().by_weight.get(id(module.weight))
+    entry = packing().by_weight.get((Packed, id(module.weight)))
     return entry is not None and entry.copy is not None
 
 
-def _shortage(plain: Tensor, always: bool) -> str | None:
-    """Return why there is no memory to pack a weight (N, K); None where there is."""
+def _shortage(needed: int, always: bool) -> str | None:
+    """Return why there is no memory for the bytes of a packed weight; None where there is."""
     if always and config.settings().memory is None:
         return None
-    outputs, inputs = plain.shape
-    return budget.shortage_now(ops.bytes_to_pack(outputs, inputs, plain.dtype))
+    return budget.shortage_now(needed)
 
 
 def check(module: nn.Module) -> None:
-    """Drop the packed copy of a layer's weight if the weight has changed."""
+    """Drop the packed copies of a layer's weight if the weight has changed."""
     weight: Any = module.weight
-    entry = kept_of(module, Packed)
-    if (
-        entry is not None
-        and entry.copy is not None
-        and (entry.is_stale(weight) or entry.probe_differs(weight))
-    ):
-        state_of(module).drop(Packed)
-        by_weight = packing().by_weight
-        if by_weight.get(id(weight)) is entry:
-            del by_weight[id(weight)]
+    for kind in KINDS:
+        entry = kept_of(module, kind)
+        if (
+            entry is not None
+            and entry.copy is not None
+            and (entry.is_stale(weight) or entry.probe_differs(weight))
+        ):
+            state_of(module).drop(kind)
+            by_weight = packing().by_weight
+            if by_weight.get((kind, id(weight))) is entry:
+                del by_weight[kind, id(weight)]
 
 
 def forget(model: nn.Module) -> None:
     """Drop the packed copies of a model that has left the CPU or the dtypes that are packed."""
     if packing().by_weight:
         for module in model.modules():
-            if kept_of(module, Packed) is not None:
-                state_of(module).drop(Packed)
+            for kind in KINDS:
+                if kept_of(module, kind) is not None:
+                    state_of(module).drop(kind)
 
 
 def packed_bytes() -> int:
     """Return the bytes that packed copies hold now."""
-    return budget.held_bytes()[Packed.label]
+    held = budget.held_bytes()
+    return sum(held[kind.label] for kind in KINDS)
 
 
 def shortage_of(layers: Iterable[nn.Module]) -> str | None:
     """Return why memory was short for packing one of these layers; None if it was not."""
     if not packing().was_short:
         return None
-    entries = (kept_of(layer, Packed) for layer in layers)
+    entries = (kept_of(layer, kind) for layer in layers for kind in KINDS)
     return next((entry.shortage for entry in entries if entry is not None and entry.shortage), None)
 
 
@@ -210,7 +244,9 @@ def not_packed() -> str:
     if not packing().was_short:
         return ""
     # By entry, as layers may share a weight.
-    missing = {id(entry): (entry.shortage, layer) for layer, entry in state.kept(Packed)}
+    missing = {
+        id(entry): (entry.shortage, layer) for kind in KINDS for layer, entry in state.kept(kind)
+    }
     short = [(reason, layer) for reason, layer in missing.values() if reason]
     sizes = [
         weight.nbytes
@@ -236,4 +272,4 @@ def has_stopped_packing() -> bool:
 
 def release() -> None:
     """Drop every packed copy; later calls make them again."""
-    state.release(Packed, Packing)
+    state.release(*KINDS, Packing)

@@ -18,7 +18,7 @@ from fastgen.models.layers.linear import Linear
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.layers.packed_weights import STOPPED, has_stopped_packing, shortage_of
 from fastgen.models.runtime.decode_step import Context, DecoderStep, Embedding
-from fastgen.models.runtime.native_records import Rows, is_norm, norm_fits, norm_of
+from fastgen.models.runtime.native_records import Rows, is_norm, norm_fits, norm_of, weight_of
 from fastgen.models.runtime.native_step import InC
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
@@ -135,10 +135,7 @@ def prepared(
         logits=logits.data_ptr(),
         began=began.data_ptr(),
     )
-    address = None if bias is None else bias.data_ptr()
-    decoder.head = c.Weight(
-        panels.panels.data_ptr(), address, panels.outputs, panels.panels.shape[1]
-    )
+    decoder.head = weight_of(by, panels, bias)
     if positions is not None:
         at = (
             torch.as_tensor(embedding.first + context.position, dtype=torch.int64, device="cpu")

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from fastgen import config
-from fastgen.models.layers.linear import Linear, Product
+from fastgen.models.layers.linear import Int8Linear, Linear, Product
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.memory.scratch import Memory
 from fastgen.models.runtime.decode_step import CrossAttention, FeedForward, SelfAttention, Sublayer
 from fastgen.models.runtime.encoder import EncoderSelfAttention
 from fastgen.ops import native
-from fastgen.ops.linear import PanelWeight, native_for
+from fastgen.ops.linear import native_for
 from fastgen.ops.native import step as c
 
 
@@ -77,11 +77,34 @@ def _is_cut(mixer: Any, panel: int) -> bool:
     )
 
 
+def weight_of(by: native.Library, weight: Any, bias: Tensor | None) -> c.Weight:
+    """Return the C record of a weight and its bias, whose addresses it holds.
+
+    Args:
+        by: The native library.
+        weight: `ops.linear.PanelWeight` or `ops.native.Int8Weight`.
+        bias: (N,), or None.
+    """
+    address = None if bias is None else bias.data_ptr()
+    in_bytes = isinstance(weight, native.Int8Weight)
+    others = [each.data_ptr() for each in (weight.scales, weight.sums)] if in_bytes else [None] * 2
+    kind = native.kind_of(by, weight if in_bytes else weight.panels)
+    return c.Weight(weight.panels.data_ptr(), address, *others, weight.outputs, weight.inputs, kind)
+
+
 def _halves(wide: c.Weight, size: int) -> tuple[c.Weight, c.Weight]:
-    """Split a weight, of `size` bytes per element, into the two halves of its outputs."""
-    half, bias = wide.outputs // 2, wide.bias
-    second = wide.panels + size * half * wide.inputs, None if bias is None else bias + size * half
-    return c.Weight(wide.panels, bias, half, wide.inputs), c.Weight(*second, half, wide.inputs)
+    """Split a weight, of `size` bytes per element of its bias, into the halves of its outputs."""
+    half, in_bytes = wide.outputs // 2, wide.kind != native.NUMBERS
+    of_output = native.byte_row(wide.inputs) - 4 if in_bytes else size * wide.inputs
+    starts = wide.panels, wide.bias, wide.scales, wide.sums
+    steps = of_output, size, 4, 4
+    second = (
+        None if at is None else at + step * half for at, step in zip(starts, steps, strict=True)
+    )
+    return (
+        c.Weight(*starts, half, wide.inputs, wide.kind),
+        c.Weight(*second, half, wide.inputs, wide.kind),
+    )
 
 
 def norm_of(norm: NormLike | None, at: Callable[[Tensor | None], int | None]) -> c.Norm:
@@ -187,7 +210,7 @@ class Records:
         self._made_by: native.Library | None = None
         self._held: _Held | None = None
         self._others: list[Tensor] = []  # Tensors that are not parameters of layers.
-        self._panels: list[PanelWeight] = []  # Packed weights whose addresses are in the records.
+        self._panels: list[Any] = []  # Packed weights whose addresses are in the records.
         self.products: list[Any] = [
             product for sublayer in sublayers for product in _products(sublayer)
         ]
@@ -195,6 +218,9 @@ class Records:
         # Average multiply-adds of a product, for one row.
         self.work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
+        # Bytes of a row for products of int8; all products of a step are, or none.
+        in_bytes = isinstance(self.products[0], Int8Linear)
+        self._byte_row = native.byte_row(max(p.inputs for p in self.products)) if in_bytes else 0
         self.width: int = self.products[0].inputs  # Elements per row.
         self.dtype: torch.dtype = self.products[0].dtype  # Of weights, keys and values.
 
@@ -274,22 +300,13 @@ class Records:
         modules = [product.module for product in self.products]
         # Asks for all panels, as each request counts as a use of the weight.
         panels = [each for product in self.products if (each := product.in_panels()) is not None]
-        sizes = [(panel.outputs, panel.panels.shape[1]) for panel in panels]
+        sizes = [(panel.outputs, panel.inputs) for panel in panels]
         if sizes != [(product.outputs, product.inputs) for product in self.products]:
             return False
         biases = [module.bias for module in modules]
         self._others = []
         self._panels, self._made_by = panels, by
-        weights = [
-            c.Weight(
-                w.panels.data_ptr(),
-                None if b is None else b.data_ptr(),
-                w.outputs,
-                w.panels.shape[1],
-            )
-            for w, b in zip(panels, biases, strict=True)
-        ]
-        left = iter(weights)
+        left = iter([weight_of(by, w, b) for w, b in zip(panels, biases, strict=True)])
         self.made = (c.Sublayer * len(self.sublayers))(
             *(self._record(s, source_heads, left) for s in self.sublayers)
         )
@@ -377,15 +394,16 @@ class Records:
         The arguments are as in `run`.
         """
         (rows, width), (wide, mixed) = x.shape, self._sizes
-        # Two residual sums, outputs of input products, attention or feed-forward outputs.
+        # Two residual sums, outputs of input products, attention or feed-forward outputs, bytes.
         room = (
             rows * width,
             rows * width,
             rows * wide,
             rows * mixed,
+            rows * self._byte_row // 4,
         )
         scratch = self.memory.take(x, sum(room))
-        sum_at, spare_at, wide_at, mixed_at = _addresses(scratch, room)
+        sum_at, spare_at, wide_at, mixed_at, bytes_at = _addresses(scratch, room)
         if self.norm_first:
             sum_at = stream.data_ptr()
         placed = (c.Rows * len(calls))(*_placed(calls))
@@ -403,6 +421,7 @@ class Records:
             spare_at,
             wide_at,
             mixed_at,
+            bytes_at if self._byte_row else None,
         )
         return step, [scratch, placed]
 

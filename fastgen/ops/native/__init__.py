@@ -44,6 +44,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "log_softmax": (*[_POINTER] * 2, *[_INTEGER] * 3),
     "k_best": (*[_POINTER] * 7, *[_INTEGER] * 7),
     "product": (*[_POINTER] * 5, *[_INTEGER] * 6),
+    "product_of_bytes": (*[_POINTER] * 8, *[_INTEGER] * 7),
     "step": (_POINTER,),
     "search_beams": (*[_POINTER] * 3,),
     "search_first_finished": (*[_POINTER] * 3,),
@@ -58,7 +59,9 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 """Arguments of the operations, after `run` and the number of threads."""
 
-_RETURNS_NOTHING = ("log_softmax", "product", "exponential_noise", "add_tokens", "add_repeats")
+_RETURNS_NOTHING = (
+    "log_softmax", "product", "product_of_bytes", "exponential_noise", "add_tokens", "add_repeats",
+)  # fmt: skip
 
 ACTIVATIONS: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
 """Codes of the activation functions after a product, as in product.h."""
@@ -68,12 +71,16 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 HALVES = (torch.bfloat16, torch.float16)
 
+NUMBERS, BYTES, BYTES_AT_ONCE = range(3)
+"""Codes of how a weight is stored and multiplied, as in product.h."""
+
 
 class Library(NamedTuple):
     """The operations of one library.
 
     Attributes:
         panel: outputs per panel of a packed weight.
+        can_dot: whether the processor has an instruction for dot products of bytes.
         run: address of the function that distributes work to torch's threads; 0 for one thread.
     """
 
@@ -81,6 +88,7 @@ class Library(NamedTuple):
     log_softmax: Callable[..., None]
     k_best: Callable[..., int]
     product: Callable[..., None]
+    product_of_bytes: Callable[..., None]
     step: Callable[..., int]
     search_beams: Callable[..., int]
     search_first_finished: Callable[..., int]
@@ -93,6 +101,7 @@ class Library(NamedTuple):
     add_tokens: Callable[..., None]
     add_repeats: Callable[..., None]
     panel: int
+    can_dot: bool
     run: int
 
 
@@ -154,6 +163,7 @@ def load(variant: str) -> Library:
     return Library(
         **operations,
         panel=handle.panel(),
+        can_dot=bool(handle.can_dot()),
         run=_runtime("GOMP_parallel"),
     )
 
@@ -355,10 +365,64 @@ def packed(by: Library, weight: Tensor) -> Tensor:
     return panels
 
 
+class Int8Weight(NamedTuple):
+    """A weight (N, K) in bytes, in the layout of products in C.
+
+    Attributes:
+        panels: (P, G, W, 4) int8: P panels of W outputs, G groups of four inputs; padded with
+            zeros.
+        scales: (P * W,) fp32, by which the bytes of each output are multiplied.
+        sums: (P * W,) int32, the sum of the bytes of each output.
+        outputs: N.
+        inputs: K.
+    """
+
+    panels: Tensor
+    scales: Tensor
+    sums: Tensor
+    outputs: int
+    inputs: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return self.panels.nbytes + self.scales.nbytes + self.sums.nbytes
+
+
+def packed_bytes(by: Library, values: Tensor, scales: Tensor) -> Int8Weight:
+    """Return a weight in bytes packed for `product`.
+
+    Args:
+        values: (N, K) int8, none of them -128.
+        scales: (N,) fp32.
+    """
+    outputs, inputs = values.shape
+    count, width, groups = -(-outputs // by.panel), by.panel, -(-inputs // 4)
+    padded = values.new_zeros(count * width, 4 * groups)
+    padded[:outputs, :inputs] = values
+    padded_scales = scales.new_zeros(count * width)
+    padded_scales[:outputs] = scales
+    panels = padded.view(count, width, groups, 4).transpose(1, 2).contiguous()
+    sums = padded.sum(1, dtype=torch.int32)
+    return Int8Weight(panels, padded_scales, sums, outputs, inputs)
+
+
+def kind_of(by: Library, weight: "Tensor | Int8Weight") -> int:
+    """Return the code of how a packed weight is multiplied."""
+    if isinstance(weight, Tensor):
+        return NUMBERS
+    return BYTES_AT_ONCE if by.can_dot else BYTES
+
+
+def byte_row(inputs: int) -> int:
+    """Return the bytes that a row of `inputs` numbers takes when it is rounded to bytes."""
+    return -(-inputs // 4) * 4 + 4
+
+
 def product(
     by: Library,
     x: Tensor,
-    panels: Tensor,
+    panels: Tensor | Int8Weight,
     bias: Tensor | None,
     activation: str | None,
     residual: Tensor | None,
@@ -366,12 +430,13 @@ def product(
 ) -> Tensor:
     """Compute x times a packed weight plus bias, with a fused activation and residual.
 
-    Sums are fp32. With a weight in half precision, the result of each operation is rounded to its
-    dtype, as those of separate operations are.
+    Sums are fp32. In half precision, the result of each operation is rounded to the dtype of x, as
+    those of separate operations are. With a weight in bytes, each row of x is rounded to bytes,
+    too, and sums are int32.
 
     Args:
-        x: (..., K), of the weight's dtype.
-        panels: (P, K, W), a weight that is `packed`.
+        x: (..., K), of the weight's dtype, unless that is in bytes.
+        panels: (P, K, W), a weight that is `packed`; or one in bytes.
         bias: (N,), or None.
         activation: an activation function of `ACTIVATIONS`, applied to the result; or None.
         residual: of out's shape, added after the activation; or None.
@@ -380,13 +445,15 @@ def product(
     Returns:
         out.
     """
-    outputs, inputs = out.shape[-1], panels.shape[1]
+    outputs = out.shape[-1]
+    inputs = panels.shape[1] if isinstance(panels, Tensor) else panels.inputs
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.reshape(-1, inputs).contiguous()
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()
+    code = DTYPES[out.dtype]
     if out.dtype == torch.float32:
-        _product(by, x, panels, bias, activation, residual, out)
+        _product(by, x, panels, bias, activation, residual, out, code)
         return out
     # C reads and writes activations as fp32: convert some rows at a time.
     written = out.view(-1, outputs)
@@ -395,7 +462,7 @@ def product(
         given = x[part].float()
         added = None if residual is None else residual.view(-1, outputs)[part].float()
         made = given.new_empty(len(given), outputs)
-        _product(by, given, panels, bias, activation, added, made)
+        _product(by, given, panels, bias, activation, added, made, code)
         written[part] = made
     return out
 
@@ -403,18 +470,27 @@ def product(
 def _product(
     by: Library,
     x: Tensor,
-    panels: Tensor,
+    weight: Tensor | Int8Weight,
     bias: Tensor | None,
     activation: str | None,
     residual: Tensor | None,
     out: Tensor,
+    code: int,
 ) -> None:
     (rows, inputs), outputs = x.shape, out.shape[-1]
-    by.product(
-        by.run, threads_for(rows * inputs * outputs), out.data_ptr(), x.data_ptr(),
-        panels.data_ptr(), None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(), rows, outputs, inputs, x.stride(0),
-        ACTIVATIONS[activation], DTYPES[panels.dtype],
+    threads = threads_for(rows * inputs * outputs)
+    added = [None if each is None else each.data_ptr() for each in (bias, residual)]
+    numbers = rows, outputs, inputs, x.stride(0), ACTIVATIONS[activation], code
+    if isinstance(weight, Tensor):
+        by.product(
+            by.run, threads, out.data_ptr(), x.data_ptr(), weight.data_ptr(), *added, *numbers
+        )
+        return
+    scratch = torch.empty(rows * byte_row(inputs) // 4, dtype=torch.int32, device="cpu")
+    by.product_of_bytes(
+        by.run, threads, out.data_ptr(), x.data_ptr(), weight.panels.data_ptr(),
+        weight.scales.data_ptr(), weight.sums.data_ptr(), *added, scratch.data_ptr(), *numbers,
+        kind_of(by, weight),
     )  # fmt: skip
 
 

@@ -1,9 +1,14 @@
-/* Products of few or many rows with packed weights of fp32, bf16 or fp16; sums are fp32.
+/* Products of few or many rows with packed weights of fp32, bf16 or fp16, whose sums are fp32, or of
+ * int8, whose sums are int32.
  *
  * A weight (N, K) is packed in panels of `PANEL` outputs: all elements of a panel for the first
  * input, then for the second, and so on. A block of up to `TALL` rows times a panel is accumulated
  * in registers. Memory traffic is the panel, read sequentially, once for all blocks of a task. A
  * weight of 16 bits has half the traffic; its elements are widened as they are loaded.
+ *
+ * A weight of int8 is packed alike, in groups of four inputs: four bytes of the first output, then
+ * of the second. Each row of x is rounded to bytes, too. Sums of integers are exact, so that all
+ * instruction sets give the same result.
  *
  * Source: Goto and van de Geijn 2008, Anatomy of high-performance matrix multiplication. */
 
@@ -122,6 +127,48 @@ INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, i
   finish(job, kept, row, rows, p, from, to);
 }
 
+/* Inputs of a weight in bytes, in groups of four. */
+INLINE int64_t groups_of(int64_t inputs) { return (inputs + 3) / 4; }
+
+/* Multiplies rows of bytes from `row` on with a panel of bytes. */
+INLINE void multiply_bytes(const Product *job, int64_t row, int64_t p, Fetch fetch, const int rows,
+                           const int kind) {
+  const int64_t groups = groups_of(job->inputs), x_row = byte_row(job->inputs);
+  const int8_t *x = job->bytes + row * x_row;
+  const int8_t *panel = (const int8_t *)job->panels + p * groups * 4 * PANEL;
+  ivec total[TALL][WIDE];
+  EACH {
+    total[r][i] = (ivec){};
+    if (kind == BYTES_AT_ONCE && BIAS)
+      total[r][i] -= BIAS * load_integers(job->sums + p * PANEL + i * WIDTH);
+  }
+  for (int64_t k = 0; k < groups; k++, fetch.at += fetch.step) {
+    ivec weight[WIDE];
+    UNROLLED for (int i = 0; i < WIDE; i++) {
+      weight[i] = load_integers(panel + 4 * (k * PANEL + i * WIDTH));
+      if (4 * i * WIDTH % LINE == 0) __builtin_prefetch(fetch.at + 4 * i * WIDTH);
+    }
+    UNROLLED for (int r = 0; r < rows; r++) {
+      int32_t four;
+      memcpy(&four, x + r * x_row + 4 * k, 4);
+      const ivec input = four - (ivec){};
+      UNROLLED for (int i = 0; i < WIDE; i++)
+        total[r][i] = kind == BYTES_AT_ONCE ? dots_at_once(total[r][i], input, weight[i])
+                                            : dots(total[r][i], input, weight[i]);
+    }
+  }
+  float made[TALL * PANEL];
+  UNROLLED for (int r = 0; r < rows; r++) {
+    float of_row;
+    memcpy(&of_row, x + r * x_row + 4 * groups, 4);
+    UNROLLED for (int i = 0; i < WIDE; i++) {
+      const vec scale = of_row * load(job->scales + p * PANEL + i * WIDTH);
+      store(made + r * PANEL + i * WIDTH, __builtin_convertvector(total[r][i], vec) * scale);
+    }
+  }
+  finish(job, made, row, rows, p, 0, job->inputs);
+}
+
 static int64_t blocks_of(const Product *job) { return (job->rows + TALL - 1) / TALL; }
 
 /* Divides the work: with few rows so that all threads have tasks, with many so that panels are read
@@ -142,14 +189,22 @@ int64_t prepare_product(Product *job, unsigned threads) {
 /* Multiplies a piece of a panel with all rows of a task. The first block prefetches the piece itself,
  * the others prefetch what follows it. */
 INLINE void multiply_piece(const Product *job, int64_t p, int64_t from, int64_t to, int64_t first,
-                           int64_t last, const int dtype) {
-  const int64_t blocks = blocks_of(job), others = last - first - 1, bytes = PANEL * size_of(dtype);
-  const char *panel = after(job->panels, p * job->inputs * PANEL, dtype);
+                           int64_t last, const int dtype, const int kind) {
+  const int64_t blocks = blocks_of(job), others = last - first - 1;
+  const int64_t bytes = PANEL * (kind == NUMBERS ? size_of(dtype) : 4); /* per input, or four */
+  const int64_t count = kind == NUMBERS ? job->inputs : groups_of(job->inputs);
+  const char *panel = (const char *)job->panels + p * count * bytes;
   Fetch fetch = {panel + from * bytes + AHEAD, bytes};
   for (int64_t block = first; block < last; block++) {
     const int64_t row = block * job->rows / blocks; /* blocks differ by at most one row */
     switch ((block + 1) * job->rows / blocks - row) {
-#define OF(rows) case rows: multiply(job, row, p, from, to, fetch, rows, dtype); break;
+#define OF(rows) \
+  case rows: \
+    if (kind == NUMBERS) \
+      multiply(job, row, p, from, to, fetch, rows, dtype); \
+    else \
+      multiply_bytes(job, row, p, fetch, rows, kind); \
+    break;
       OF(1) OF(2) OF(3) OF(4) OF(5) OF(6)
 #undef OF
     }
@@ -164,8 +219,17 @@ INLINE void multiply_panel(const Product *job, int64_t p, int64_t first, int64_t
                            const int dtype) {
   for (int64_t from = 0; from < job->inputs; from += DEPTH) {
     const int64_t to = from + DEPTH < job->inputs ? from + DEPTH : job->inputs;
-    multiply_piece(job, p, from, to, first, last, dtype);
+    multiply_piece(job, p, from, to, first, last, dtype, NUMBERS);
   }
+}
+
+/* The same for bytes, whose panels are a quarter as large. */
+static void multiply_panel_of_bytes(const Product *job, int64_t p, int64_t first, int64_t last) {
+  const int64_t groups = groups_of(job->inputs);
+  if (job->kind == BYTES_AT_ONCE)
+    multiply_piece(job, p, 0, groups, first, last, FP32, BYTES_AT_ONCE);
+  else
+    multiply_piece(job, p, 0, groups, first, last, FP32, BYTES);
 }
 
 void work_on_product(void *given, Tasks *tasks) {
@@ -177,8 +241,25 @@ void work_on_product(void *given, Tasks *tasks) {
     const int64_t last = first + job->chunk < blocks ? first + job->chunk : blocks;
     const int64_t end = begin + job->side < panels ? begin + job->side : panels;
     for (int64_t p = begin; p < end; p++)
-      WITH_DTYPE(job->dtype, multiply_panel, job, p, first, last)
+      if (job->kind == NUMBERS) {
+        WITH_DTYPE(job->dtype, multiply_panel, job, p, first, last)
+      } else {
+        multiply_panel_of_bytes(job, p, first, last);
+      }
   }
+}
+
+/* Runs a product; `bytes`: scratch for rounded rows, if its weight is of bytes. */
+void multiply_rows(parallel run, unsigned threads, const Product *product, int8_t *bytes) {
+  Product job = *product;
+  Rounding rounding = {.bytes = bytes, .x = job.x, .rows = job.rows, .inputs = job.inputs,
+                       .x_row = job.x_row, .kind = job.kind};
+  job.bytes = bytes;
+  const int64_t tasks = prepare_product(&job, threads);
+  const Phase phases[] = {{work_on_rounding, &rounding, job.rows, 0},
+                          {work_on_product, &job, tasks, 0}};
+  const int first = job.kind == NUMBERS;
+  run_phases(run, threads, phases + first, 2 - first);
 }
 
 /* out, residual: (rows, outputs) contiguous; x: (rows, inputs) with rows `x_row` elements apart. */
@@ -189,4 +270,17 @@ void product(parallel run, unsigned threads, float *out, const float *x, const v
                  .rows = rows, .outputs = outputs, .inputs = inputs, .out_row = outputs,
                  .x_row = x_row, .residual_row = outputs, .activation = activation, .dtype = dtype};
   in_parallel(run, threads, work_on_product, &job, prepare_product(&job, threads));
+}
+
+/* The same with a weight of bytes, and scratch for the rows of x. */
+void product_of_bytes(parallel run, unsigned threads, float *out, const float *x,
+                      const void *panels, const float *scales, const int32_t *sums,
+                      const void *bias, const float *residual, int8_t *bytes, int64_t rows,
+                      int64_t outputs, int64_t inputs, int64_t x_row, int64_t activation,
+                      int64_t dtype, int64_t kind) {
+  const Product job = {.out = out, .x = x, .panels = panels, .bias = bias, .residual = residual,
+                       .scales = scales, .sums = sums, .rows = rows, .outputs = outputs,
+                       .inputs = inputs, .out_row = outputs, .x_row = x_row,
+                       .residual_row = outputs, .activation = activation, .dtype = dtype, .kind = kind};
+  multiply_rows(run, threads, &job, bytes);
 }

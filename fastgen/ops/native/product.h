@@ -9,20 +9,39 @@
 /* Activation functions after a product; ops/native/__init__.py has the same codes. */
 enum { NOTHING, RELU, GELU, GELU_TANH, SILU };
 
+/* How a weight is stored and multiplied: numbers of the dtype; bytes; bytes, by the instruction that
+ * `can_dot` tells of. ops/native/__init__.py has the same codes. */
+enum { NUMBERS, BYTES, BYTES_AT_ONCE };
+
 /* out = activation(x times the weight + bias) + residual, or times gate.
  *
- * The result of each of these operations is rounded to `dtype`, that of the weight and the bias. */
+ * The result of each of these operations is rounded to `dtype`, that of the weight and the bias.
+ * Bytes are multiplied with `bytes`, rows of x that `work_on_rounding` has rounded; sums are int32,
+ * times the scales of row and output. */
 typedef struct {
   float *out;
   const float *x;
-  const void *panels, *bias;                      /* of dtype; bias may be NULL */
+  const int8_t *bytes;                            /* x of int8 products */
+  const void *panels, *bias;                      /* of dtype, or panels of bytes; bias or NULL */
+  const float *scales;                            /* of the outputs of a weight in bytes */
+  const int32_t *sums;                            /* of the weights of each of these outputs */
   const float *residual, *gate;                   /* or NULL */
   int64_t rows, outputs, inputs;
   int64_t out_row, x_row, residual_row, gate_row; /* elements from one row to the next */
-  int64_t activation, dtype;
+  int64_t activation, dtype, kind;
   int64_t chunk, side; /* blocks of rows, and panels, of a task */
 } Product;
 
+/* bytes = x rounded, (rows, byte_row(inputs)). */
+typedef struct {
+  int8_t *bytes;
+  const float *x;
+  int64_t rows, inputs, x_row, kind;
+} Rounding;
+
+int64_t byte_row(int64_t inputs);
+void work_on_rounding(void *job, Tasks *tasks);
+void multiply_rows(parallel run, unsigned threads, const Product *job, int8_t *bytes);
 int64_t prepare_product(Product *job, unsigned threads);
 void work_on_product(void *job, Tasks *tasks);
 void product(parallel run, unsigned threads, float *out, const float *x, const void *panels,

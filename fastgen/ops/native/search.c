@@ -12,7 +12,6 @@
 
 #include "choice.h"
 #include "draws.h"
-#include "product.h"
 #include "rows.h"
 #include "tables.h"
 
@@ -107,8 +106,8 @@ static int make_logits(Decoder *model, Texts *texts, int64_t beams) {
   const int64_t C = step->width, V = model->head.outputs;
   if (model->head_scale != 1.0)
     WITH_DTYPE(step->dtype, scale_all, step->x, step->rows * C, (float)model->head_scale)
-  product(OURS, threads_for(model, step->rows * C * V), model->logits, step->x, model->head.panels,
-          model->head.bias, NULL, step->rows, V, C, C, NOTHING, step->dtype);
+  multiply(OURS, threads_for(model, step->rows * C * V), step, &model->head, step->x,
+           model->logits);
   if (model->positions)
     for (int64_t r = 0; r < step->rows; r++) model->position[r]++;
   texts->run++;

@@ -29,6 +29,7 @@ typedef union {
   Product product;
   Attention attention;
   Norming norming;
+  Rounding rounding;
   Turning turning;
 } Job;
 
@@ -127,9 +128,26 @@ static void turn_rows(void *given, Tasks *tasks) {
 
 static Product of_weight(const Step *step, const Weight *weight, const float *x, float *out,
                          int64_t out_row) {
-  return (Product){.out = out, .x = x, .panels = weight->panels, .bias = weight->bias,
+  return (Product){.out = out, .x = x, .bytes = step->bytes, .panels = weight->panels,
+                   .bias = weight->bias, .scales = weight->scales, .sums = weight->sums,
                    .rows = step->rows, .outputs = weight->outputs, .inputs = weight->inputs,
-                   .out_row = out_row, .x_row = weight->inputs, .dtype = step->dtype};
+                   .out_row = out_row, .x_row = weight->inputs, .dtype = step->dtype,
+                   .kind = weight->kind};
+}
+
+/* out = x times a weight plus its bias, for the rows of a step. */
+void multiply(parallel run, unsigned threads, const Step *step, const Weight *weight,
+              const float *x, float *out) {
+  const Product product = of_weight(step, weight, x, out, weight->outputs);
+  multiply_rows(run, threads, &product, step->bytes);
+}
+
+/* Rounds x for products with weights in bytes. */
+static void add_rounding(Program *to, const Step *step, const Weight *weight, const float *x) {
+  if (weight->kind == NUMBERS) return;
+  Rounding job = {.bytes = step->bytes, .x = x, .rows = step->rows, .inputs = weight->inputs,
+                  .x_row = weight->inputs, .kind = weight->kind};
+  add(to, work_on_rounding, &job, sizeof job, step->rows, 0);
 }
 
 static void add_product(Program *to, Product product, unsigned threads, int together) {
@@ -221,6 +239,7 @@ static void list_phases(Program *to, const Step *step, unsigned threads, int64_t
   for (int64_t i = 0; i < step->sublayer_count; i++) {
     const Sublayer *of = &step->sublayers[i];
     const float *mixed = step->mixed;
+    add_rounding(to, step, &of->part[0], step->x);
     if (of->kind == FEED_FORWARD) {
       Product wide = of_weight(step, &of->part[0], step->x, step->wide, of->part[0].outputs);
       wide.activation = of->activation;
@@ -237,6 +256,7 @@ static void list_phases(Program *to, const Step *step, unsigned threads, int64_t
       add_attention(to, step, of, seen, row, threads, number);
       seen += step->call_count;
     }
+    add_rounding(to, step, &of->out, mixed);
     Product out = of_weight(step, &of->out, mixed, spare, step->width);
     out.residual = step->norm_first ? stream : step->x, out.residual_row = step->width;
     add_product(to, out, threads, 0);
@@ -256,11 +276,11 @@ int64_t step_size(void) { return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) 
  * number: index of the step, among several whose rotations, biases and weights are concatenated. */
 int step_at(parallel run, unsigned threads, const Step *step, int64_t number) {
   /* Phases of a sublayer: three products of x, two norms of heads, the rotation, the output
-   * projection, the norm; and attention of each call. */
+   * projection, the norm, and two roundings to bytes; and attention of each call. */
   int64_t most = 0;
   for (int64_t s = 0; s < step->sublayer_count; s++) {
     const Sublayer *of = &step->sublayers[s];
-    most += 8;
+    most += 10;
     for (int64_t i = 0; i < step->call_count && of->kind != FEED_FORWARD; i++)
       most += step->calls[i].beams / at_once(of, &step->calls[i]) + 1;
   }

@@ -13,7 +13,9 @@ enum { UNNORMED, LAYER_NORM, RMS_NORM };
 
 typedef struct {
   const void *panels, *bias; /* as in `Product`, of the step's dtype */
-  int64_t outputs, inputs;
+  const float *scales;       /* of a weight in bytes, as the sums */
+  const int32_t *sums;
+  int64_t outputs, inputs, kind;
 } Weight;
 
 typedef struct {
@@ -25,7 +27,8 @@ typedef struct {
 /* x = norm(sum), sum = residual + out(mixed), where mixed is attention to the text or the source,
  * or the wide layer of a feed-forward sublayer, whose activation a gate may multiply. */
 typedef struct {
-  int64_t kind, parts;          /* products of x: queries, keys, values in 1 or 3; wide and gate */
+  int64_t kind, parts;          /* products of x: queries, keys, values in 1 or 3; wide and gate;
+                                   all in bytes, or none */
   Weight part[3], out;
   Norm norm, query_norm, key_norm;
   int64_t parallel;             /* whether norm applies to the incoming stream, without the sum */
@@ -60,9 +63,12 @@ typedef struct {
   int64_t sublayer_count, call_count, rows, width, norm_first, dtype;
   float *x, *stream;            /* (R, C): input of the next sublayer; sum, x unless norm_first */
   float *spare, *wide, *mixed;  /* scratch: (R, C), products of x, attention or gated outputs */
+  int8_t *bytes;                /* scratch: rows of x or mixed, if weights are in bytes */
 } Step;
 
 void norm_row(float *out, const float *in, const Norm *norm, int64_t width, int64_t dtype);
+void multiply(parallel run, unsigned threads, const Step *step, const Weight *weight,
+              const float *x, float *out);
 int step_at(parallel run, unsigned threads, const Step *step, int64_t number);
 
 #endif

@@ -26,11 +26,17 @@ class Weight(ctypes.Structure):
     """A packed weight and its bias.
 
     Attributes:
-        panels: the packed weight, as returned by `ops.native.packed`.
+        panels: the packed weight, as returned by `ops.native.packed`, or in bytes.
         bias: (outputs,), or NULL.
+        scales: the scales of a weight in bytes (`ops.native.Int8Weight`), or NULL.
+        sums: its sums, or NULL.
+        kind: a code of `ops.native.KINDS`.
     """
 
-    _fields_: ClassVar = [*of(POINTER, "panels bias"), *of(INTEGER, "outputs inputs")]
+    _fields_: ClassVar = [
+        *of(POINTER, "panels bias scales sums"),
+        *of(INTEGER, "outputs inputs kind"),
+    ]
 
 
 class Norm(ctypes.Structure):
@@ -121,13 +127,14 @@ class Step(ctypes.Structure):
         spare: (R, C), scratch memory.
         wide: scratch memory for the products of x.
         mixed: scratch memory for attention outputs and gated products.
+        bytes: scratch memory for rows rounded to bytes; NULL if no weight is in bytes.
         dtype: the dtype of weights, keys and values, a code of `ops.native.DTYPES`.
     """
 
     _fields_: ClassVar = [
         *of(POINTER, "sublayers seen calls"),
         *of(INTEGER, "sublayer_count call_count rows width norm_first dtype"),
-        *of(POINTER, "x stream spare wide mixed"),
+        *of(POINTER, "x stream spare wide mixed bytes"),
     ]  # fmt: skip
 
 

@@ -87,4 +87,56 @@ INLINE vec round_to_fp16(vec x) {
 #endif
 }
 
+INLINE ivec nearest(vec x) {
+#if WIDTH == 16
+  return (ivec)_mm512_cvtps_epi32((__m512)x);
+#else
+  return (ivec)_mm256_cvtps_epi32((__m256)x);
+#endif
+}
+
+/* A product of bytes takes unsigned ones times signed ones, and its sums of pairs saturate at 16
+ * bits: |w| times x with the sign of w stays below, as 2 * 127 * 127 < 2^15. */
+INLINE ivec dots(ivec total, ivec x, ivec w) {
+#if WIDTH == 16
+  const __m512i bytes = (__m512i)w, ones = _mm512_set1_epi16(1);
+  const __m512i turned =
+      _mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask(bytes), _mm512_setzero_si512(), (__m512i)x);
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(bytes), turned);
+  return total + (ivec)_mm512_madd_epi16(pairs, ones);
+#else
+  const __m256i bytes = (__m256i)w, turned = _mm256_sign_epi8((__m256i)x, bytes);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), turned);
+  return total + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#endif
+}
+
+#define BIAS 128
+
+/* AVX512-VNNI, or AVX-VNNI. Written in assembly, as the library is compiled for processors that
+ * have neither. */
+#if WIDTH == 16
+INLINE ivec dots_at_once(ivec total, ivec x, ivec w) {
+  __m512i sum = (__m512i)total;
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"((__m512i)x), "v"((__m512i)w));
+  return (ivec)sum;
+}
+
+INLINE int has_dots(void) { return __builtin_cpu_supports("avx512vnni") != 0; }
+#elif (defined(__clang__) && __clang_major__ >= 14) || (!defined(__clang__) && __GNUC__ >= 12)
+INLINE ivec dots_at_once(ivec total, ivec x, ivec w) {
+  __m256i sum = (__m256i)total;
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"((__m256i)x), "x"((__m256i)w));
+  return (ivec)sum;
+}
+
+INLINE int has_dots(void) { return __builtin_cpu_supports("avxvnni") != 0; }
+#else
+INLINE ivec dots_at_once(ivec total, ivec x, ivec w) {
+  return dots(total, x ^ (int32_t)0x80808080, w);
+}
+
+INLINE int has_dots(void) { return 0; }
+#endif
+
 #endif

@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import config
 from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.int8_step import step_to_run
 from fastgen.models.build.introspection import NotFused, is_toolkits
 from fastgen.models.build.step_builder import step_of
 from fastgen.models.cuda_graphs import graph
@@ -162,7 +163,8 @@ class FusedDecoder:
             raise NotFused(f"its cache has {len(cache.text)} layers")
         self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
         self.longest = self.prefix + cache.longest
-        self.ready = bool(outcome(step))
+        self.ready = False
+        self.note_verdict(bool(outcome(step)))
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         spec = spec_of(model.config)
         assert spec is not None  # as there is a step
@@ -194,6 +196,12 @@ class FusedDecoder:
         # Whether C runs the steps from token ids to logits.
         self._written = not self.seeing and not replayed and is_written(step)
         self.replay = Replay(step, cache.text, cache.longest) if replayed else None
+
+    def note_verdict(self, ready: bool) -> None:
+        """Note whether the step has passed the equivalence check; then it runs in its precision."""
+        self.ready = ready
+        if ready:
+            self.step = step_to_run(self.step)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Run one step.

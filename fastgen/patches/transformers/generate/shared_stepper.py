@@ -341,7 +341,7 @@ class SharedStepper(ModuleStepper):
         attempt = trial(lambda: fused(ids), self.cache.text, fused.step.dtype)
         outputs = self._of_module(self.cache, ids, kwargs, first)
         reason = verdict(fused.step, attempt, outputs.logits[:, -1])
-        fused.ready = reason is None
+        fused.note_verdict(reason is None)
         if reason is not None and self.plan.fused:
             self._leave_fused(reason)
         return outputs
@@ -364,7 +364,7 @@ class SharedStepper(ModuleStepper):
             cache.begin_step()
             attempt = trial(lambda: fused(ids)[::m], cache.text, fused.step.dtype)
             reason = verdict(fused.step, attempt, own)
-            fused.ready = reason is None
+            fused.note_verdict(reason is None)
             if reason is None:
                 return fused(ids)
             self._leave_fused(reason)

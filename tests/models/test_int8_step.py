@@ -1,0 +1,179 @@
+"""Decode steps on weights in int8: equal to the toolkit's modules with products in int8."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fastgen
+from fastgen import config
+from fastgen.models.build.equivalence_check import distance
+from fastgen.models.build.int8_step import int8_bytes, int8_step, why_not_int8
+from fastgen.models.build.introspection import NotFused
+from fastgen.models.build.step_builder import step_of
+from fastgen.models.layers.linear import is_linear, is_transposed
+from fastgen.models.routing.routes import routed
+from fastgen.models.runtime.native_step import InC
+from fastgen.models.specs.registry import spec_of
+from fastgen.ops import int8
+from fastgen.ops.counts import calls
+from tests.models.test_in_c import _wide  # noqa: F401  a fixture
+from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
+from tests.support import zoo
+
+FAMILIES = ["marian", "t5", "bart", "llama", "qwen3", "gpt2", "phi3", "opt", "mistral"]
+
+
+@pytest.fixture
+def in_int8(monkeypatch: pytest.MonkeyPatch, variant: str) -> Iterator[None]:  # noqa: F811
+    monkeypatch.setenv("FASTGEN_PRECISION", "int8")
+    config.reload()
+    yield
+    monkeypatch.undo()
+    config.reload()
+
+
+class _Int8:
+    """A linear layer's forward with rounded weights and inputs, for decode steps alone."""
+
+    def __init__(self, module: Any) -> None:
+        weight = module.weight.detach()
+        self.weight = int8.rounded(weight.t() if is_transposed(module) else weight)
+        self.bias = module.bias
+        self.own = module.forward
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[-2] > 1:
+            return self.own(x)
+        return int8.int8_linear_reference(x, self.weight, self.bias)
+
+
+@contextlib.contextmanager
+def _rounded(model: nn.Module) -> Iterator[None]:
+    layers = [module for module in model.modules() if is_linear(module)]
+    for layer in layers:
+        layer.forward = _Int8(layer)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _logits(model: Any, kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        return model.generate(
+            **kwargs, output_logits=True, return_dict_in_generate=True, do_sample=False
+        )
+
+
+def _kwargs(model: Any, sentences: int = 3) -> dict[str, Any]:
+    kwargs: dict[str, Any] = zoo.batch(model, sentences, 9, "natural") | {"max_new_tokens": 8}
+    if model.config.is_encoder_decoder:  # a prompt of one token would look like a decode step
+        prompt = torch.tensor([[zoo.START, 7]])
+        kwargs["decoder_input_ids"] = prompt.expand(sentences, -1)
+    return kwargs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits(in_int8: None, family: str, dtype: torch.dtype) -> None:
+    """Each step gives the logits of the toolkit's modules whose products are in int8."""
+    model = zoo.build(family, dtype)
+    kwargs = _kwargs(model, 1 if family == "opt" else 3)  # OPT's modules flatten a batch
+    _logits(model, kwargs)  # the first call compares a step with the modules
+    before = calls["decoder_step", "native"]
+    found = _logits(model, kwargs)
+    assert calls["decoder_step", "native"] > before
+    with fastgen.disabled():
+        own = _logits(model, kwargs)
+        with _rounded(model):
+            wanted = _logits(model, kwargs)
+    apart = list[float]()
+    for step in range(1, 4):
+        ours, same, exact = (each.logits[step].float() for each in (found, wanted, own))
+        length = found.sequences.shape[1] - len(found.logits) + step
+        rows = (found.sequences == wanted.sequences)[:, :length].all(1)
+        assert rows.any()
+        apart.append(distance(ours[rows], same[rows]))
+        assert distance(ours[rows], exact[rows]) > 1e-3, "the step did not run in int8"
+    # An input near the middle between two bytes may become either, which changes the logits.
+    assert max(apart) < 0.05, apart
+    assert dtype != torch.float32 or min(apart) < 1e-6, apart
+    with torch.no_grad():  # many steps in one C call
+        several = model.generate(**kwargs, do_sample=False)
+    assert torch.equal(several, found.sequences)
+
+
+@pytest.mark.parametrize("family", ["marian", "llama"])
+def test_one_operation_at_a_time(
+    in_int8: None, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that C does not run as a whole have their products in int8, too."""
+    model = zoo.build(family, torch.float32)
+    kwargs = _kwargs(model)
+    _logits(model, kwargs)
+    found = _logits(model, kwargs)
+    monkeypatch.setattr(InC, "__call__", lambda *_: None)
+    before = calls["int8_linear", "native"]
+    single = _logits(model, kwargs)
+    assert calls["int8_linear", "native"] > before
+    assert distance(single.logits[1], found.logits[1]) < 0.02
+
+
+def test_weights_may_change_between_calls(in_int8: None) -> None:
+    model = zoo.build("marian", torch.float32)
+    kwargs = _kwargs(model)
+    _logits(model, kwargs)
+    first = _logits(model, kwargs).logits[1]
+    head = model.lm_head.weight
+    head.data *= 2.0  # does not change the version
+    changed = _logits(model, kwargs).logits[1]
+    assert distance(changed, first) > 0.1
+    head.data /= 2.0
+    assert distance(_logits(model, kwargs).logits[1], first) < 0.01
+
+
+def test_memory(in_int8: None) -> None:
+    """Copies are kept between calls, counted, and freed; tied weights share one."""
+    model = zoo.build("marian", torch.float32)
+    kwargs = _kwargs(model)
+    _logits(model, kwargs)
+    _logits(model, kwargs)
+    held = fastgen.status().memory["int8 weights"]
+    products = [
+        module
+        for name, module in model.model.decoder.named_modules()
+        if is_linear(module) and not name.endswith(("encoder_attn.k_proj", "encoder_attn.v_proj"))
+    ]
+    sizes = [int8.bytes_to_pack(*each.weight.shape) for each in (*products, model.lm_head)]
+    assert held == sum(sizes)
+    fastgen.release()
+    assert not fastgen.status().memory["int8 weights"]
+
+
+def test_reasons(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Without C, and for families whose steps are not written in C, the reason is clear."""
+    monkeypatch.setenv("FASTGEN_UNKNOWN", "check")
+    for family, ops, reason in (
+        ("marian", "auto", ""),
+        ("bloom", "auto", "its layers are not written in C"),
+        ("marian", "reference", "FASTGEN_OPS=reference"),
+    ):
+        monkeypatch.setenv("FASTGEN_OPS", ops)
+        config.reload()
+        model = zoo.build(family, torch.float32)
+        spec = spec_of(model.config)
+        assert spec is not None
+        with torch.no_grad(), routed(model, spec):
+            step = step_of(model, spec, 64)
+            assert why_not_int8(step) == reason
+            assert (int8_bytes(step) > 0) == (not reason)
+            if reason:
+                with pytest.raises(NotFused, match=reason):
+                    int8_step(step)
+    monkeypatch.undo()
+    config.reload()
