@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import BertModel
 
-from benchmarks import fairseq_command, families, forwards, plot, tables
+from benchmarks import fairseq_command, families, forwards, many_requests, plot, tables
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import amun, fastseq
 from fastgen.models.specs.registry import SPECS
@@ -188,6 +188,17 @@ def test_forwards_have_a_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert list(found["bert 2 x 64"]) == list(forwards.BATCHES)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert tables.encoders_speed().count("| `bert 2 x 64` |") == 1
+
+
+@pytest.mark.slow
+def test_many_requests_have_a_speed(tmp_path: Path) -> None:
+    sizes = ["--requests", "4", "--new-tokens", "8", "--scale", "tiny", "--rounds", "1"]
+    assert many_requests.main([*sizes, "--out", str(tmp_path / "cpu")]) == 0
+    result = json.loads((tmp_path / "cpu/many_requests.json").read_text("utf-8"))["result"]
+    assert len(result["cells"]) == len(many_requests.MODELS) * len(many_requests.CALLS)
+    assert list(result["cells"]["decoder-only, greedy"]["over"]) == ["padded", "stock"]
+    for cell in result["cells"].values():
+        assert cell["hits"]["transformers.generate_batch"] > 0
 
 
 def test_no_speed_of_forwards_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

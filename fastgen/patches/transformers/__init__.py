@@ -166,5 +166,24 @@ PATCHES = (
         help="a streamer with several beams, which transformers refuses, receives tokens once they "
         "are final",
     ),
+    Patch(
+        name="transformers.generate_batch",
+        toolkit=TOOLKIT,
+        target="transformers.generation.continuous_batching.continuous_api:"
+        "ContinuousMixin.generate_batch",
+        replacement="fastgen.patches.transformers.streaming.generate_batch:generate_batch",
+        parameters=(
+            "self",
+            "inputs",
+            "generation_config",
+            "continuous_batching_config",
+            "record_timestamps",
+            "progress_bar",
+            "persistent_manager",
+            "warmup",
+        ),
+        help="continuous batching on a CPU, also with beams and of encoder-decoder models",
+        covers="generate_batch",
+    ),
     *_OF_ENCODERS,
 )

@@ -203,6 +203,21 @@ def set_attention(config: Any, name: str) -> None:
     config._attn_implementation = name
 
 
+def is_paged(model: Any) -> bool:
+    """Return whether a model's attention is set to one that needs a paged KV cache."""
+    return attention_of(model.config).startswith("paged|")
+
+
+def is_tensor_parallel(model: Any) -> bool:
+    """Return whether a model is distributed over a mesh of devices."""
+    return getattr(model, "_device_mesh", None) is not None
+
+
+def kept_manager(model: Any) -> Any:
+    """Return the manager of continuous batching that a model keeps between calls, or None."""
+    return getattr(model, "_cached_continuous_batching_manager", None)
+
+
 def collects_outputs() -> bool:
     """Return whether hidden states or attentions of running modules are being collected."""
     return bool(cast(Any, output_capturing)._active_collector.get())

@@ -147,7 +147,8 @@ class _Stream:
             [] if ends is None else ends, dtype=torch.int64, device="cpu"
         ).flatten()
         fill = config.pad_token_id
-        self.fill = int(self.ends[0] if fill is None and len(self.ends) else fill or 0)
+        # A negative end token never ends a text, and is no token to pad with.
+        self.fill = max(0, int(self.ends[0] if fill is None and len(self.ends) else fill or 0))
         self.copies = config.num_return_sequences or 1
         if on_tokens is not None and self.copies > 1:
             raise ValueError(
@@ -177,7 +178,7 @@ class _Stream:
         read = islice(inputs, self.window)
         while error is None:
             try:
-                sentences.append(_ids(next(read)))
+                sentences.append(token_ids(next(read)))
             except StopIteration:
                 break
             except Exception as read_error:
@@ -383,7 +384,13 @@ def _settings(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name != "generation_config"}
 
 
-def _ids(sentence: Sequence[int] | Tensor) -> Tensor:
+def token_ids(sentence: Sequence[int] | Tensor) -> Tensor:
+    """Return the token ids (L,) int64 of a sentence.
+
+    Raises:
+        TypeError: They are not integers.
+        ValueError: They are not one row of at least one token id.
+    """
     if isinstance(sentence, str | Mapping):
         raise TypeError(f"a sentence must be token ids, not a {type(sentence).__name__}")
     ids = torch.as_tensor(cast(Any, sentence), device="cpu")
