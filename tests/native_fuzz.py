@@ -52,7 +52,11 @@ SIZES = (1, 2, 3, 5, 7, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 257)
 def variants() -> list[str]:
     """Return the instruction sets for which this processor can run a library."""
     has = torch.cpu.get_capabilities()
-    needed = {"avx2": has.get("avx2"), "avx512": has.get("avx512_f")}
+    needed = {
+        "avx2": has.get("avx2"),
+        "avx512": has.get("avx512_f"),
+        "avx512_bf16": has.get("avx512_bf16"),
+    }
     return [name for name in sorted(build.variants()) if needed.get(name, True)]
 
 

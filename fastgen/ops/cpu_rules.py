@@ -29,14 +29,34 @@ decoder-only model of 24 layers of 896 took 7.1 s with 16 new tokens in C alone,
 MKL's products.
 """
 
-MOST_ROWS_IN_HALF = {"tiles": 8, "pairs": 8, "widened": 32, "none": math.inf}
+MOST_ROWS_IN_HALF = {
+    "tiles": (8, 8),
+    "pairs": (16, 128),
+    "widened": (math.inf, math.inf),
+    "none": (math.inf, math.inf),
+    "unknown": (8, 8),
+}
 """Most rows of a product in half precision that run in C, by `processor.multiplies`.
 
-Up to about 8 rows a product takes the time it takes to read the weight, with any instructions.
-Without AVX-512, torch's own product is 3 to 15 times slower than C with any number of rows (Zen 3,
-AVX2, torch 2.13: 128 rows of 1,024 x 4,096 in bf16 take 330 ms, in C 30). The limits with AVX-512
-are conservative: they follow from the arithmetic of C and published times of AMX, and have not been
-measured.
+The second number holds where C multiplies pairs of bf16 (`avx512_bf16.so`), the first where it
+widens them. Up to about 8 rows a product takes the time it takes to read the weight, with any
+instructions. Microseconds (Zen 4, torch 2.13, one thread, least of many calls in turn):
+
+| K x N, instructions | rows: 1 | 4 | 8 | 16 | 32 | 128 | 256 |
+|---|---|---|---|---|---|---|---|
+| 1,024 x 4,096, oneDNN by pairs | 804 | 902 | 1,021 | 1,319 | 1,931 | 5,493 | 10,339 |
+| C by pairs | 307 | 365 | 597 | 873 | 1,315 | 5,282 | 10,765 |
+| C widened | 303 | 366 | 675 | 1,186 | 2,360 | 9,664 | 19,339 |
+| oneDNN widened | 738 | 1,706 | 2,605 | 4,484 | 8,060 | 31,000 | 61,000 |
+| fp16: torch | 403 | | 3,387 | 6,456 | 12,586 | 49,327 | 102,803 |
+| fp16: C | 425 | | 772 | 1,227 | 2,393 | 9,553 | 19,171 |
+| 896 x 151,936, oneDNN by pairs | 28,349 | 31,140 | 35,860 | 45,752 | 65,810 | 197,348 | 375,981 |
+| C by pairs | 11,465 | 12,881 | 19,470 | 28,749 | 46,030 | 177,127 | 352,040 |
+
+896 x 4,864 and 4,864 x 896 have the same limits, and so have two threads. Without AVX-512, torch's
+own product is 3 to 15 times slower than C with any number of rows (Zen 3, AVX2). The limits beside
+AMX, and on other architectures, follow from arithmetic and published times; nobody has measured
+there.
 """
 
 FILLED, SMALL_PANELS = 0.75, 64 * 1024

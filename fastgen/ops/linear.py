@@ -29,17 +29,14 @@ class PanelWeight(NamedTuple):
     """A weight (N, K) in the layout of products in C.
 
     Attributes:
-        panels: (P, K, W), as returned by `ops.native.packed`.
+        panels: The result of `ops.native.packed`.
         outputs: N.
+        inputs: K.
     """
 
     panels: Tensor
     outputs: int
-
-    @property
-    def inputs(self) -> int:
-        """K."""
-        return self.panels.shape[1]
+    inputs: int
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +45,9 @@ class PanelWeight(NamedTuple):
 
     def unpacked(self) -> Tensor:
         """Return the weight, (N, K)."""
-        return self.panels.transpose(1, 2).flatten(0, 1)[: self.outputs]
+        # (P, K, W), or (P, ceil(K / 2), W, 2).
+        rows = self.panels.transpose(1, 2).flatten(0, 1).flatten(1)
+        return rows[: self.outputs, : self.inputs]
 
 
 def reason_off(dtype: torch.dtype = torch.float32) -> str | None:
@@ -117,13 +116,15 @@ def pack(weight: Tensor) -> PanelWeight | None:
     """
     weight = weight.detach()
     by = native_for(*weight.shape)
-    return None if by is None else PanelWeight(native.packed(by, weight), len(weight))
+    return None if by is None else PanelWeight(native.packed(by, weight), *weight.shape)
 
 
 def bytes_to_pack(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> int:
     """Return the bytes that a weight (outputs, inputs) takes when packed; 0 if it is not packed."""
     by = native_for(outputs, inputs)
-    return 0 if by is None else dtype.itemsize * inputs * _in_panels(by, outputs)
+    if by is None:
+        return 0
+    return dtype.itemsize * native.padded_inputs(inputs, dtype) * _in_panels(by, outputs)
 
 
 def suits(packed: "PanelWeight | native.Int8Weight", outputs: int, inputs: int) -> bool:
@@ -189,7 +190,7 @@ def _covered_in_c(
             out,
             dtype=weight.panels.dtype,
         )
-        and x.shape[-1] == weight.panels.shape[1]
+        and x.shape[-1] == weight.inputs
         and (bias is None or bias.shape == shape[-1:])
         and (residual is None or residual.shape == shape)
         and (out is None or (out.shape == shape and out.is_contiguous()))

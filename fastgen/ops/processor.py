@@ -26,9 +26,8 @@ def multiplies(dtype: torch.dtype) -> str:
     """Return by which instructions torch multiplies matrices of a half precision.
 
     Returns:
-        tiles: AMX. pairs: instructions for this dtype, in AVX-512 or, as far as is known, on other
-        architectures. widened: AVX-512 after conversion to fp32. none: AVX2, for which torch has no
-        optimised product.
+        tiles: AMX. pairs: AVX-512's for this dtype. widened: AVX-512 after conversion to fp32.
+        none: AVX2, for which torch has no optimised product. unknown: those of other architectures.
     """
     capabilities = torch.cpu.get_capabilities()
     name = "bf16" if dtype == torch.bfloat16 else "fp16"
@@ -39,7 +38,7 @@ def multiplies(dtype: torch.dtype) -> str:
     ):
         if capabilities.get(flag):
             return kind
-    return "none" if capabilities.get("avx2") else "pairs"
+    return "none" if capabilities.get("avx2") else "unknown"
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

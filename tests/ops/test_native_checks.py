@@ -40,7 +40,7 @@ def _attention(mask: Tensor) -> Any:
 def _product(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     by = native.library()
     assert by is not None
-    packed = linear.PanelWeight(native.packed(by, torch.ones(64, 32)), 64)
+    packed = linear.PanelWeight(native.packed(by, torch.ones(64, 32)), 64, 32)
     return linear.linear(x, packed, bias, residual=residual)
 
 

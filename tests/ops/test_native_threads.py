@@ -150,6 +150,25 @@ def test_operations(
             assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), threads
 
 
+def test_no_more_threads_than_tasks(
+    variant: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A product of one panel is one task, and no other thread wakes up for it."""
+    threads = Threads([0.0, 0.0])
+    threads.serve(variant, tmp_path, monkeypatch)
+    monkeypatch.setattr(native, "threads_for", lambda work: 3)
+    by = native.found().library
+    assert by is not None
+    x = _randn(1, 32)
+    for panels in (1, 2, 3):
+        weight, out = _randn(panels * by.panel, 32, seed=1), torch.empty(1, panels * by.panel)
+        found = native.product(by, x, native.packed(by, weight), None, None, None, out)
+        torch.testing.assert_close(found, x @ weight.T)
+    assert threads.sizes == [2, 3]
+
+
 @pytest.mark.parametrize("beams", [1, 4])
 def test_searches(variant: str, beams: int, model: MarianMTModel) -> None:  # noqa: F811
     """Whole searches are the same on any number of threads."""

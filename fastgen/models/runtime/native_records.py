@@ -92,10 +92,11 @@ def weight_of(by: native.Library, weight: Any, bias: Tensor | None) -> c.Weight:
     return c.Weight(weight.panels.data_ptr(), address, *others, weight.outputs, weight.inputs, kind)
 
 
-def _halves(wide: c.Weight, size: int) -> tuple[c.Weight, c.Weight]:
-    """Split a weight, of `size` bytes per element of its bias, into the halves of its outputs."""
-    half, in_bytes = wide.outputs // 2, wide.kind != native.NUMBERS
-    of_output = native.byte_row(wide.inputs) - 4 if in_bytes else size * wide.inputs
+def _halves(wide: c.Weight, dtype: torch.dtype) -> tuple[c.Weight, c.Weight]:
+    """Split a weight, whose bias has a dtype, into the halves of its outputs."""
+    half, size, in_bytes = wide.outputs // 2, dtype.itemsize, wide.kind != native.NUMBERS
+    in_numbers = size * native.padded_inputs(wide.inputs, dtype)
+    of_output = native.byte_row(wide.inputs) - 4 if in_bytes else in_numbers
     starts = wide.panels, wide.bias, wide.scales, wide.sums
     steps = of_output, size, 4, 4
     second = (
@@ -325,7 +326,7 @@ class Records:
         if type(mixer) is FeedForward:
             record.kind, record.activation = c.FEED_FORWARD, native.ACTIVATIONS[mixer.activation]
             if mixer.halves:
-                record.parts, record.part = 2, _halves(parts[0], self.dtype.itemsize)
+                record.parts, record.part = 2, _halves(parts[0], self.dtype)
             return record
         record.heads, record.dims, record.scale = mixer.heads, mixer.dims, mixer.scale
         if type(mixer) is SelfAttention:

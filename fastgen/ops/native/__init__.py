@@ -133,7 +133,10 @@ def instruction_set() -> str:
     """Return the instruction set of this processor, by its architecture and torch's own choice."""
     if build.architecture(platform.machine()) == "aarch64":
         return "neon"  # part of ARMv8
-    return torch.backends.cpu.get_cpu_capability().lower()
+    name = torch.backends.cpu.get_cpu_capability().lower()
+    wider = f"{name}_bf16"
+    is_there = torch.cpu.get_capabilities().get(wider) and (LIBRARIES / f"{wider}.so").is_file()
+    return wider if is_there else name
 
 
 def load(variant: str) -> Library:
@@ -198,12 +201,13 @@ def most_rows(dtype: torch.dtype) -> float:
     """Return the most rows of a product for which C is faster than torch, in a dtype.
 
     A product of few rows takes the time it takes to read the weight, for which C needs no unpacking
-    and no dispatch. With more rows the multiplications count, for which some processors have
-    instructions that C does not use.
+    and no dispatch. With more rows the multiplications count, for which torch has better
+    instructions on some processors.
     """
     if dtype not in HALVES or config.settings().ops == "native":
         return math.inf
-    return MOST_ROWS_IN_HALF[processor.multiplies(dtype)]
+    has_pairs = dtype == torch.bfloat16 and found().variant.endswith("_bf16")
+    return MOST_ROWS_IN_HALF[processor.multiplies(dtype)][has_pairs]
 
 
 def state() -> str:
@@ -354,15 +358,33 @@ def packed(by: Library, weight: Tensor) -> Tensor:
     """Return weight (N, K), of one of `DTYPES`, packed for `product`.
 
     Returns:
-        (P, K, W): P panels of W outputs, the last one padded with zeros.
+        (P, K, W): P panels of W outputs, the last one padded with zeros. In bf16
+        (P, ceil(K / 2), W, 2), where zeros pad an odd K.
     """
-    outputs, inputs = weight.shape
+    (outputs, inputs), pair = weight.shape, _inputs_together(weight.dtype)
     full, width = outputs // by.panel, by.panel
-    panels = weight.new_empty(-(-outputs // width), inputs, width)
-    panels[:full].copy_(weight[: full * width].unflatten(0, (full, width)).transpose(1, 2))
-    if full < len(panels):
-        panels[full].zero_()[:, : outputs - full * width] = weight[full * width :].t()
-    return panels
+    padded = padded_inputs(inputs, weight.dtype)
+    panels = weight.new_empty(-(-outputs // width), padded // pair, width, pair)
+    for i in range(pair):
+        part, of = panels[..., i], weight[:, i::pair]
+        part[:full, : of.shape[1]].copy_(
+            of[: full * width].unflatten(0, (full, width)).transpose(1, 2)
+        )
+        if full < len(panels):
+            part[full].zero_()[: of.shape[1], : outputs - full * width] = of[full * width :].t()
+        part[:, of.shape[1] :] = 0
+    return panels if pair > 1 else panels.squeeze(3)
+
+
+def _inputs_together(dtype: torch.dtype) -> int:
+    """Return how many inputs of an output lie side by side in a packed weight, as in product.c."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def padded_inputs(inputs: int, dtype: torch.dtype) -> int:
+    """Return the inputs of a packed weight, with those that pad it."""
+    together = _inputs_together(dtype)
+    return -(-inputs // together) * together
 
 
 class Int8Weight(NamedTuple):
@@ -445,8 +467,7 @@ def product(
     Returns:
         out.
     """
-    outputs = out.shape[-1]
-    inputs = panels.shape[1] if isinstance(panels, Tensor) else panels.inputs
+    outputs, inputs = out.shape[-1], x.shape[-1]
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.reshape(-1, inputs).contiguous()
     bias = None if bias is None else bias.contiguous()

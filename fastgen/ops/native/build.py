@@ -32,16 +32,21 @@ FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-Wall",
 
 
 class Variant(NamedTuple):
-    """A library: the architecture and the compiler flags of its instruction set."""
+    """A library: the architecture and the compiler flags of its instruction set.
+
+    Attributes:
+        optional: whether another library takes its place where the compiler does not know a flag.
+    """
 
     architecture: str
     flags: tuple[str, ...] = ()
+    optional: bool = False
 
 
+_AVX512 = ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c")
 VARIANTS = {
-    "avx512": Variant(
-        "x86_64", ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mf16c")
-    ),
+    "avx512_bf16": Variant("x86_64", (*_AVX512, "-mavx512bf16"), optional=True),
+    "avx512": Variant("x86_64", _AVX512),
     "avx2": Variant("x86_64", ("-mavx2", "-mfma", "-mf16c")),
     # GCC's scheduler would load more inputs at once than the registers beside the sums can hold.
     "neon": Variant("aarch64", ("-fno-schedule-insns",)),
@@ -118,23 +123,24 @@ def _compiled(folder: Path, more: Sequence[str]) -> str | None:
         machine = _run([*compiler, "-dumpmachine"]).partition("-")[0].strip()
         if not variants(machine):
             return f"there are no operations in C for {machine}"
+        sources = [str(HERE / source) for source in SOURCES if source.endswith(".c")]
         for name in variants(machine):
-            _run(
-                [
-                    *compiler,
-                    *FLAGS,
-                    *VARIANTS[name].flags,
-                    *more,
-                    f"-DFINGERPRINT={fingerprint()}u",
-                    *(str(HERE / source) for source in SOURCES if source.endswith(".c")),
-                    "-o",
-                    str(folder / f"{name}.so"),
-                    "-lm",
-                ]
-            )
+            flags = (*FLAGS, *VARIANTS[name].flags, *more, f"-DFINGERPRINT={fingerprint()}u")
+            if VARIANTS[name].optional and not _knows(compiler, VARIANTS[name].flags):
+                continue
+            _run([*compiler, *flags, *sources, "-o", str(folder / f"{name}.so"), "-lm"])
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def _knows(compiler: Sequence[str], flags: Sequence[str]) -> bool:
+    """Return whether a compiler accepts flags."""
+    try:
+        _run([*compiler, *flags, "-fsyntax-only", "-x", "c", os.devnull])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run(command: Sequence[str]) -> str:

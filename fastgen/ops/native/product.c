@@ -6,6 +6,10 @@
  * in registers. Memory traffic is the panel, read sequentially, once for all blocks of a task. A
  * weight of 16 bits has half the traffic; its elements are widened as they are loaded.
  *
+ * A panel of bf16 holds pairs: the first two inputs of the first output, of the second, and so on.
+ * That is the order of instructions that multiply pairs. Without them, a vector of pairs becomes two
+ * of fp32 by one operation each. An odd last input is paired with zeros.
+ *
  * A weight of int8 is packed alike, in groups of four inputs: four bytes of the first output, then
  * of the second. Each row of x is rounded to bytes, too. Sums of integers are exact, so that all
  * instruction sets give the same result.
@@ -99,25 +103,99 @@ typedef struct {
   int64_t step;
 } Fetch;
 
-/* Multiplies rows from `row` on with a panel, over the inputs from `from` to `to`. */
-INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, int64_t to,
-                     Fetch fetch, const int rows, const int dtype) {
-  const int64_t x_row = job->x_row, size = size_of(dtype);
-  const float *x = job->x + row * x_row;
-  const char *panel = after(job->panels, p * job->inputs * PANEL, dtype);
-  vec total[TALL][WIDE];
-  EACH total[r][i] = splat(0.0f);
+/* Inputs of a panel of numbers, with one that fills the last pair. */
+INLINE int64_t panel_inputs(const Product *job, int64_t dtype) {
+  return dtype == BF16 ? (job->inputs + 1) / 2 * 2 : job->inputs;
+}
+
+INLINE void prefetch(const char *at, int64_t size) {
+  UNROLLED for (int64_t i = 0; i < PANEL * size; i += LINE) __builtin_prefetch(at + i);
+}
+
+/* Adds up the products of `rows` rows with the inputs from `from` to `to` of a panel. */
+INLINE void add_products(vec total[TALL][WIDE], const float *x, int64_t x_row, const char *panel,
+                         int64_t from, int64_t to, Fetch fetch, const int rows, const int dtype) {
   for (int64_t k = from; k < to; k++, fetch.at += fetch.step) {
     vec weight[WIDE];
-    UNROLLED for (int i = 0; i < WIDE; i++) {
+    prefetch(fetch.at, size_of(dtype));
+    UNROLLED for (int i = 0; i < WIDE; i++)
       weight[i] = load_as(panel, k * PANEL + i * WIDTH, dtype);
-      if (i * WIDTH * size % LINE == 0) __builtin_prefetch(fetch.at + i * WIDTH * size);
-    }
     UNROLLED for (int r = 0; r < rows; r++) {
       vec input = splat(x[r * x_row + k]);
       UNROLLED for (int i = 0; i < WIDE; i++) total[r][i] += input * weight[i];
     }
   }
+}
+
+typedef bits_vec PairsOfInputs[WIDE];
+
+INLINE void load_pairs(PairsOfInputs pairs, const char *panel, int64_t k) {
+  UNROLLED for (int i = 0; i < WIDE; i++)
+    pairs[i] = *(const bits_vec *)(panel + (k * PANEL + i * 2 * WIDTH) * size_of(BF16));
+}
+
+#ifdef PAIRS
+/* The same for bf16. The values of x are numbers of bf16, so their upper half is all of them. */
+INLINE void add_pairs(vec total[TALL][WIDE], const float *x, int64_t x_row, const char *panel,
+                      int64_t from, int64_t to, Fetch fetch, const int rows) {
+  uint16_t inputs[TALL][DEPTH];
+  const int64_t count = to - from, whole = count / WIDTH * WIDTH;
+  for (int r = 0; r < rows; r++) {
+    const float *row = x + r * x_row + from;
+    for (int64_t k = 0; k < whole; k += WIDTH)
+      *(half_vec *)&inputs[r][k] =
+          __builtin_convertvector((bits_vec)load(row + k) >> 16, half_vec);
+    for (int64_t k = whole; k < count; k++) store_some(inputs[r], k, splat(row[k]), 1, BF16);
+    if (count % 2) inputs[r][count] = 0;
+  }
+  for (int64_t k = 0; k < count; k += 2, fetch.at += 2 * fetch.step) {
+    PairsOfInputs weight;
+    prefetch(fetch.at, 2 * size_of(BF16));
+    load_pairs(weight, panel, from + k);
+    UNROLLED for (int r = 0; r < rows; r++) {
+      int32_t pair;
+      memcpy(&pair, &inputs[r][k], sizeof pair);
+      const ivec input = pair - (ivec){};
+      UNROLLED for (int i = 0; i < WIDE; i++)
+        total[r][i] = dots_of_pairs(total[r][i], input, (ivec)weight[i]);
+    }
+  }
+}
+#else
+INLINE void add_halves(vec total[TALL][WIDE], const float *x, int64_t x_row, const PairsOfInputs weight,
+                       const int rows) {
+  UNROLLED for (int r = 0; r < rows; r++) {
+    vec input = splat(x[r * x_row]);
+    UNROLLED for (int i = 0; i < WIDE; i++) total[r][i] += input * (vec)weight[i];
+  }
+}
+
+INLINE void add_pairs(vec total[TALL][WIDE], const float *x, int64_t x_row, const char *panel,
+                      int64_t from, int64_t to, Fetch fetch, const int rows) {
+  for (int64_t k = from; k < to; k += 2, fetch.at += 2 * fetch.step) {
+    PairsOfInputs pairs, half;
+    prefetch(fetch.at, 2 * size_of(BF16));
+    load_pairs(pairs, panel, k);
+    UNROLLED for (int i = 0; i < WIDE; i++) half[i] = pairs[i] << 16;
+    add_halves(total, x + k, x_row, half, rows);
+    if (k + 1 == to) break;
+    UNROLLED for (int i = 0; i < WIDE; i++) half[i] = pairs[i] & 0xffff0000;
+    add_halves(total, x + k + 1, x_row, half, rows);
+  }
+}
+#endif
+
+/* Multiplies rows from `row` on with a panel, over the inputs from `from` to `to`. */
+INLINE void multiply(const Product *job, int64_t row, int64_t p, int64_t from, int64_t to,
+                     Fetch fetch, const int rows, const int dtype) {
+  const float *x = job->x + row * job->x_row;
+  const char *panel = after(job->panels, p * panel_inputs(job, dtype) * PANEL, dtype);
+  vec total[TALL][WIDE];
+  EACH total[r][i] = splat(0.0f);
+  if (dtype == BF16)
+    add_pairs(total, x, job->x_row, panel, from, to, fetch, rows);
+  else
+    add_products(total, x, job->x_row, panel, from, to, fetch, rows, dtype);
   if ((p + 1) * PANEL <= job->outputs) {
     finish_whole(job, total, row, p * PANEL, from, to, rows, dtype);
     return;
@@ -192,7 +270,7 @@ INLINE void multiply_piece(const Product *job, int64_t p, int64_t from, int64_t 
                            int64_t last, const int dtype, const int kind) {
   const int64_t blocks = blocks_of(job), others = last - first - 1;
   const int64_t bytes = PANEL * (kind == NUMBERS ? size_of(dtype) : 4); /* per input, or four */
-  const int64_t count = kind == NUMBERS ? job->inputs : groups_of(job->inputs);
+  const int64_t count = kind == NUMBERS ? panel_inputs(job, dtype) : groups_of(job->inputs);
   const char *panel = (const char *)job->panels + p * count * bytes;
   Fetch fetch = {panel + from * bytes + AHEAD, bytes};
   for (int64_t block = first; block < last; block++) {

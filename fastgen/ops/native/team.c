@@ -155,10 +155,14 @@ static void wait_during(Team *team, uint32_t number) {
   __atomic_fetch_sub(&team->asleep, 1, __ATOMIC_RELAXED);
 }
 
-static void publish(Team *team, int64_t tasks) {
+static void write_ticket(Team *team, int64_t tasks) {
   const uint32_t number = (uint32_t)read_ticket(team) + 1;
   const int64_t ticket = (int64_t)((uint64_t)tasks << 32 | number);
   __atomic_store_n(&team->ticket, ticket, __ATOMIC_SEQ_CST);
+}
+
+static void publish(Team *team, int64_t tasks) {
+  write_ticket(team, tasks);
   if (__atomic_load_n(&team->asleep, __ATOMIC_SEQ_CST)) wake_all(team);
 }
 
@@ -177,7 +181,10 @@ static void advance(Team *team, int64_t thread) {
       return;
     }
   }
-  publish(team, FINISHED);
+  if (thread == 0 && team->parts_at == CLOSED)
+    write_ticket(team, FINISHED); /* only the leader looks for it */
+  else
+    publish(team, FINISHED);
 }
 
 /* Does tasks of the current phase. The thread that finishes the last one begins the next phase.
@@ -240,13 +247,26 @@ static void run_list(void *given) {
   help_until(led, 0, FINISHED);
 }
 
+/* The most tasks that can be done at once. */
+static int64_t most_tasks(const Phase *phases, int64_t count) {
+  int64_t most = 0, tasks = 0;
+  for (int64_t i = 0; i < count; i++) {
+    tasks += phases[i].tasks;
+    if (tasks > most) most = tasks;
+    if (!phases[i].together) tasks = 0;
+  }
+  return most;
+}
+
 /* Runs phases one after the other, on the team that this thread leads, or on `threads`. */
 void run_phases(parallel run, unsigned threads, const Phase *phases, int64_t count) {
   List list = {phases, count};
-  if (led)
+  if (led) {
     run_list(&list);
-  else
-    lead_until(FINISHED, run, threads, run_list, &list);
+  } else {
+    const int64_t most = most_tasks(phases, count);
+    lead_until(FINISHED, run, most < threads ? most : threads, run_list, &list);
+  }
 }
 
 /* Runs a job, whose tasks need not wait for each other. */

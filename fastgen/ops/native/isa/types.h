@@ -12,6 +12,9 @@
  *   void store_fp16(uint16_t *p, vec x)   numbers rounded to fp16: to nearest, ties to even
  *   vec round_to_fp16(vec x)   the same, widened again
  *   void relax(void)           what a thread that waits does between two looks
+ *   vec dots_of_pairs(vec total, ivec x, ivec w)   where `PAIRS` is defined: total plus, for each
+ *                              element, the dot product of its two numbers of bf16 in x and in w;
+ *                              subnormal numbers count as 0
  *   ivec nearest(vec x)        the nearest integers, ties to even
  *   ivec dots(ivec total, ivec x, ivec w)   total plus, for each element, the dot product of its four
  *                              signed bytes in x and w, none of which is -128

@@ -139,4 +139,12 @@ INLINE ivec dots_at_once(ivec total, ivec x, ivec w) {
 INLINE int has_dots(void) { return 0; }
 #endif
 
+#ifdef __AVX512BF16__
+#define PAIRS
+
+INLINE vec dots_of_pairs(vec total, ivec x, ivec w) {
+  return (vec)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, (__m512bh)w);
+}
+#endif
+
 #endif

@@ -105,8 +105,11 @@ def _forced(model: Any, inputs: Mapping[str, Tensor], texts: Tensor, prompt: int
     unused = next(token for token in range(len(seen) + 1) if token not in seen)
     forced: Callable[[int, Tensor], list[int]] = lambda row, ids: [wanted[row][len(ids)]]  # noqa: E731
     with engine.disabled():
-        run = model.generate(
-            **inputs, num_beams=1, num_return_sequences=1, do_sample=False,
+        # Not `model.generate`: a function on the instance would generate by the model that this one
+        # is a copy of.
+        kind = cast(Any, type(model))
+        run = kind.generate(
+            model, **inputs, num_beams=1, num_return_sequences=1, do_sample=False,
             max_new_tokens=texts.shape[1] - prompt,
             eos_token_id=unused,  # so that no text ends early
             prefix_allowed_tokens_fn=forced,

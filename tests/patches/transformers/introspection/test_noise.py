@@ -30,6 +30,24 @@ def test_fastgen_rounds_no_worse_than_the_toolkit(family, options, dtype):
     assert found.explains, found
 
 
+def test_a_function_in_place_of_generate_has_the_same_noise():
+    """A copy of the model in float32 carries the function, which still calls the model itself."""
+    model = _model("gpt2", torch.bfloat16)
+    inputs, options = zoo.batch(model, 4, 9), {"max_new_tokens": 12, "do_sample": True}
+    kind = type(model)
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        torch.manual_seed(0)
+        return kind.generate(model, *args, **kwargs)
+
+    torch.manual_seed(0)
+    wanted = noise(model, inputs, options)
+    model.generate = generate
+    found = noise(model, inputs, options)
+    assert found.own > 0
+    assert found == wanted
+
+
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 def test_an_error_is_no_rounding(family, monkeypatch):
     """A wrong mask, which hides the last token but one of each source, counts as an error."""
