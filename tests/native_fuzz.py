@@ -270,7 +270,9 @@ def _embedding(draw: Draw) -> None:
     v, c = draw.size(), draw.size()
     ids, tokens = draw.integers(draw.size(), below=v), draw.strided(v, c)
     row, other = draw.normal(c), draw.normal(c)
-    for given in ((), (row,), (row, (int(ids[0]), other))):
+    rows, others = draw.strided(len(ids), c), draw.strided(len(ids), c)
+    padding = int(ids[0])
+    for given in ((), (row,), (row, (padding, other)), (rows,), (rows, (padding, others))):
         _close(embedding(ids, tokens, 1.5, *given), embedding_reference(ids, tokens, 1.5, *given))
 
 
@@ -387,6 +389,10 @@ def search(draw: Draw) -> None:
         method = {}
     for _ in range(2):
         assert_same(model, kwargs | method, tolerance=1e-2)
+    drafts = {"prompt_lookup_num_tokens": choose((1, 7))}
+    if not method.keys() & {"num_beams", "do_sample"}:
+        greedy = model.generate(**kwargs | method)
+        assert torch.equal(model.generate(**kwargs | method | drafts), greedy)
     model = model.to(choose(native.HALVES))
     for _ in range(2):
         found = model.generate(**kwargs | method)

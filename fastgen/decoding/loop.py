@@ -7,6 +7,7 @@ from fastgen.decoding.backends.captured_beam_search import CapturedBeamSearch
 from fastgen.decoding.backends.captured_first_finished import CapturedFirstFinished
 from fastgen.decoding.backends.captured_sampling import CapturedSampling
 from fastgen.decoding.backends.decode_backend import DecodeBackend, Eager, Search
+from fastgen.decoding.backends.drafted_greedy import DraftedGreedy
 from fastgen.decoding.backends.native_beam_search import NativeBeamSearch
 from fastgen.decoding.backends.native_first_finished import NativeFirstFinished
 from fastgen.decoding.backends.native_sampling import NativeSampling
@@ -15,12 +16,13 @@ BACKENDS: tuple[type[DecodeBackend[Any]], ...] = (
     CapturedBeamSearch,
     CapturedSampling,
     CapturedFirstFinished,
+    DraftedGreedy,
     NativeBeamSearch,
     NativeSampling,
     NativeFirstFinished,
     Eager,
 )
-"""Decode backends in order of preference: CUDA graphs, many steps per call in C, eager."""
+"""Decode backends in order of preference: CUDA graphs, drafts, many steps per C call, eager."""
 
 
 def backend_type_of(search: Search, model: Any) -> type[DecodeBackend[Any]]:

@@ -216,5 +216,8 @@ def _covered_in_c(
         and tokens.dim() == 2
         and plain(tokens.data, *rows)
         and tokens.stride(1) == 1
-        and all(row.shape == tokens.shape[1:] and row.stride(0) == 1 for row in rows)
+        and all(
+            row.shape in (tokens.shape[1:], (len(ids), tokens.shape[1])) and row.stride(-1) == 1
+            for row in rows
+        )
     )

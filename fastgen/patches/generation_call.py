@@ -10,6 +10,8 @@ from fastgen.decoding.batching.batch_compaction import Wanted
 from fastgen.decoding.batching.stable_prefix import OnTokens
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fastgen.patches.fairseq.bild.bild import Drafting
     from fastgen.patches.transformers.bild.bild import DraftingRequest
     from fastgen.patches.transformers.encoders.encoder import EncoderConsumer
@@ -31,6 +33,7 @@ class GenerationCall:
         drafting: Request for big-little decoding; or None.
         captures_call_only: Whether the loop returns its `Call` instead of running.
         resolves_legacy_modes: Whether to look for decoding methods that transformers 5 removed.
+        source: (B, S) int64, the tokens that the call gives to an encoder; or None.
         skips_padding: Whether the encoder may skip padding: the call returns none of its outputs
             at padding.
         bild: In fairseq, options of big-little decoding for all generators in this context; or
@@ -48,6 +51,7 @@ class GenerationCall:
     drafting: "DraftingRequest | None" = None
     captures_call_only: bool = False
     resolves_legacy_modes: bool = False
+    source: "Tensor | None" = None
     skips_padding: bool = False
     bild: "Drafting | None" = None
     result: tuple[Any, Any] | None = None

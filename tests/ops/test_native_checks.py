@@ -78,6 +78,9 @@ WRONG: dict[str, Callable[[], Any]] = {
     "position of another width": lambda: embedding(
         _integers(4), torch.ones(9, 32), 1.0, torch.ones(31)
     ),
+    "positions of fewer rows": lambda: embedding(
+        _integers(4), torch.ones(9, 32), 1.0, torch.ones(3, 32)
+    ),
     "parents beyond the beams": lambda: _extend(torch.full((2, 3), 7)),
     "parents below 0": lambda: _extend(torch.full((2, 3), -9)),
     "order beyond the candidates": lambda: _finish(torch.full((2, 3), 9), _integers(2, 6)),

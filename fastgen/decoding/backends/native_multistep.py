@@ -305,6 +305,9 @@ class NativeMultistep(DecodeBackend[_Search]):
 
     description = "in C, many decode steps per call"
 
+    most = MOST
+    """Maximum number of steps of the next call of `advance`."""
+
     def __init__(self, search: _Search, model: MultistepModel) -> None:
         super().__init__(search, model)
         self.steps = self._steps_of(search)

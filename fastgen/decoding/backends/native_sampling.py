@@ -48,7 +48,7 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         if search.user is not None and not search.user.is_alone():
             return None  # another thread draws, and would wait for all steps of a C call
         text, (rows, length) = search.text, search.ids.shape
-        uniform = steps.uniform_steps(text)
+        uniform = min(self.most, steps.uniform_steps(text))
         prepared = model.begin_steps(uniform) if uniform else None
         if prepared is None:
             return None

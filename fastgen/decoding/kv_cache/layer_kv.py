@@ -223,6 +223,11 @@ class LayerKV:
             )
         self.filled = count
 
+    def rewind(self, steps: int) -> None:
+        """Drop all but the first `steps` generated tokens of one-beam texts."""
+        assert self.beams == 1, f"{self.beams} beams"
+        self.steps = self.filled = steps
+
     def undo_steps(self) -> None:
         """Drop all generated tokens; the prefix stays."""
         self.steps = self.filled = 0

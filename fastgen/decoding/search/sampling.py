@@ -122,9 +122,9 @@ class Sampling:
         alive: list[bool] = cast(Any, running).tolist()
         if self.wanted is None:
             return alive
-        return [runs and self.wanted(row) for runs, row in zip(alive, self._numbers(), strict=True)]
+        return [runs and self.wanted(row) for runs, row in zip(alive, self.numbers(), strict=True)]
 
-    def _numbers(self) -> Sequence[int]:
+    def numbers(self) -> Sequence[int]:
         """Return the index of each row of the batch in the original batch."""
         return (
             range(self.present)
@@ -138,7 +138,7 @@ class Sampling:
             self.ids.shape[1] - self.prompt_length - 1,
             cast("list[int]", cast(Any, tokens).tolist()),
         )
-        for row, token in zip(self._numbers(), newest, strict=True):
+        for row, token in zip(self.numbers(), newest, strict=True):
             if token >= 0:
                 on_tokens(row, place, [token])
 

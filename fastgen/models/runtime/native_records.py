@@ -189,10 +189,12 @@ class Rows(NamedTuple):
     Attributes:
         sentences: Number of sentences.
         beams: Rows per sentence: beams in a decoder, tokens in an encoder.
+        successive: Whether the rows of a sentence are successive tokens of its text.
     """
 
     sentences: int
     beams: int
+    successive: bool = False
 
 
 class Records:
@@ -427,11 +429,11 @@ class Records:
         return step, [scratch, placed]
 
 
-def _placed(calls: Sequence[Rows]) -> Iterator[tuple[int, int, int]]:
-    """Yield the first row, sentences and beams of each call, whose rows are concatenated."""
+def _placed(calls: Sequence[Rows]) -> Iterator[tuple[int, int, int, bool]]:
+    """Yield the first row and the fields of each call, whose rows are concatenated."""
     first = 0
-    for sentences, beams in calls:
-        yield first, sentences, beams
+    for sentences, beams, successive in calls:
+        yield first, sentences, beams, successive
         first += sentences * beams
 
 

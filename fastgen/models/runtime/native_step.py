@@ -24,6 +24,7 @@ from fastgen.models.runtime.decode_step import (
 from fastgen.models.runtime.encoder import EncoderSelfAttention, Sentences
 from fastgen.models.runtime.joint_step import Joint
 from fastgen.models.runtime.native_records import Records, Rows, are_written
+from fastgen.models.runtime.ragged_step import Ragged
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
 from fastgen.ops.native import step as c
@@ -37,6 +38,9 @@ the first two arguments.
 
 BIASES = 2**20
 """Maximum elements of a bias table for the steps of one job, unless a single step has more."""
+
+Part = Context | Ragged
+"""The inputs of one call in a step: of beams, or of spans that start at the same place."""
 
 Reference = weakref.ReferenceType[Tensor] | None
 """A weak reference to a tensor."""
@@ -159,7 +163,7 @@ class _Place(NamedTuple):
 
     mixer: Any
     of_text: bool
-    part: Context
+    part: Part
     layer: Any
 
 
@@ -187,7 +191,7 @@ class InC:
             return None
         places = self._places(parts)
         heads = lambda layer: parts[0].source[layer].keys.shape[1]  # noqa: E731
-        calls = [Rows(part.sentences, _beams(part)) for part in parts]
+        calls = [_rows(part) for part in parts]
         rows, turned = sum(call.sentences * call.beams for call in calls), list[Tensor | None]()
         able = lambda: (  # noqa: E731
             plain(x, stream, dtype=self.records.dtype)
@@ -237,17 +241,17 @@ class InC:
             context, steps, held
         ):
             return None
-        for i, (mixer, of_text, part, layer) in enumerate(places):
-            at, read = self.seen[i], mask if of_text else part.source_mask
+        for i, (mixer, of_text, _, layer) in enumerate(places):
+            at, read = self.seen[i], mask if of_text else context.source_mask
             self._point(i, layer)
             at.count, at.weights, at.mask, at.bias = layer.slots, None, None, None
             if (
                 not of_text
-                and part.weights is not None
-                and part.watched is not None
-                and part.source[part.watched] is layer
+                and context.weights is not None
+                and context.watched is not None
+                and context.source[context.watched] is layer
             ):
-                at.weights = part.weights.data_ptr()
+                at.weights = context.weights.data_ptr()
             if read is not None:
                 read = (read[:, None] if of_text else read).float()
                 read = read if read.stride(3) == 1 else read.contiguous()
@@ -286,7 +290,7 @@ class InC:
             at.values_b, at.values_h, at.values_n, _ = values.stride()
             self._placed[i] = weakref.ref(keys)
 
-    def _places(self, parts: Sequence[Context]) -> list[_Place]:
+    def _places(self, parts: Sequence[Part]) -> list[_Place]:
         """Return a place for each attention sublayer and each call."""
         return [
             _Place(mixer, of_text, part, (part.text if of_text else part.source)[number])
@@ -345,18 +349,21 @@ class InC:
                 [None] * count,
                 [None] * count,
             )
-        for i, (mixer, of_text, part, layer) in enumerate(places):
+        for i, place in enumerate(places):
+            mixer, of_text, part, layer = place
             mask = part.text_mask if of_text else part.source_mask
             # A cache layer of another kind, or one whose buffers are not allocated yet.
             if not getattr(layer, "begun", False):
                 return False
             keys, values = layer.room
             if mask is not None:
-                count = layer.slots + (steps * _beams(part) if of_text else 0)
+                later = steps if of_text and isinstance(part, Context) else 0
+                count = _slots(place) + later * _beams(part)
                 if (id(mask), count) not in masks and not _is_mask(mask, part, mixer.heads, count):
                     return False
                 masks.add((id(mask), count))
-            if _beams(part) * (mixer.heads // keys.shape[1]) > native.ROWS or not (
+            at_once = _beams(part) if isinstance(part, Context) else 1
+            if at_once * (mixer.heads // keys.shape[1]) > native.ROWS or not (
                 of_text or layer.slots
             ):
                 return False
@@ -448,16 +455,17 @@ class InC:
                 held += (cosine, sine)
         return True
 
-    def _open(self, parts: Sequence[Context], places: Sequence[_Place]) -> list[Tensor]:
+    def _open(self, parts: Sequence[Part], places: Sequence[_Place]) -> list[Tensor]:
         """Reserve the slots of the newest tokens and fill `seen`; return masks to keep alive."""
         for part in parts:
-            _open(part)
+            if isinstance(part, Context):
+                _open(part)
         masks: dict[int, tuple[Tensor, list[int]]] = {}
         self._attention = 0
         for i, (mixer, of_text, part, layer) in enumerate(places):
             at = self.seen[i]
             self._point(i, layer)
-            at.count = count = layer.slots
+            at.count = count = _slots(places[i])
             at.slot, at.bias = count - _beams(part), None
             self._attention = max(
                 self._attention, part.sentences * _beams(part) * mixer.heads * mixer.dims * count
@@ -471,7 +479,9 @@ class InC:
                 readable, (at.mask_b, at.mask_h, at.mask_m) = masks[id(mask)]
                 at.mask = readable.data_ptr()
             at.weights = None
-            if not of_text and part.watched is not None and part.source[part.watched] is layer:
+            if isinstance(part, Ragged) or of_text or part.watched is None:
+                continue
+            if part.source[part.watched] is layer:
                 rows = part.sentences * _beams(part)
                 part.weights = torch.empty(rows, at.count, dtype=torch.float32, device="cpu")
                 at.weights = part.weights.data_ptr()
@@ -487,19 +497,26 @@ def _strides(x: Tensor) -> list[int]:
     return [step if size > 1 else 0 for step, size in zip(x.stride()[:-1], x.shape, strict=False)]
 
 
-def _parts(context: StepInputs) -> Sequence[Context] | None:
-    """Return the contexts of all calls in a step; None for other kinds of `StepInputs`."""
-    return (
-        [context]
-        if isinstance(context, Context)
-        else context.parts
-        if type(context) is Joint
-        else None
-    )
+def _parts(context: StepInputs) -> Sequence[Part] | None:
+    """Return the inputs of all calls in a step; None for other kinds of `StepInputs`."""
+    if isinstance(context, Context) or (isinstance(context, Ragged) and context.level):
+        return [context]
+    return context.parts if type(context) is Joint else None
 
 
-def _beams(part: Context) -> int:
-    return part.text[0].beams
+def _rows(part: Part) -> Rows:
+    return Rows(part.sentences, _beams(part), isinstance(part, Ragged))
+
+
+def _beams(part: Part) -> int:
+    """Return the rows per sentence: beams, or tokens of a span."""
+    return part.queries if isinstance(part, Ragged) else part.text[0].beams
+
+
+def _slots(place: _Place) -> int:
+    """Return the number of slots in use; of the text in a pass over spans, those up to its end."""
+    part, layer = place.part, place.layer
+    return part.end if isinstance(part, Ragged) and place.of_text else layer.slots
 
 
 def _open(part: Context) -> None:
@@ -510,7 +527,7 @@ def _open(part: Context) -> None:
         placed.note_step()
 
 
-def _is_mask(mask: Tensor, part: Context, heads: int, count: int) -> bool:
+def _is_mask(mask: Tensor, part: Part, heads: int, count: int) -> bool:
     """Return whether C can read a mask of `count` keys, broadcastable to (B, H, M, N)."""
     sizes = part.sentences, heads, _beams(part)
     return (

@@ -111,6 +111,16 @@ class Ragged:
         self.position: int | Tensor = self._position(prefix, starts[0] if at_once else None)
         self.mask = None if at_once and self.prefix_mask is None else self._mask()
 
+    @property
+    def sentences(self) -> int:
+        """Number of texts, named as in `Context`."""
+        return self.texts
+
+    @property
+    def text_mask(self) -> Tensor | None:
+        """The mask, named as in `Context`."""
+        return self.mask
+
     @functools.cached_property
     def rows(self) -> Tensor:
         """Index of the text of each token, (N,) int64."""
@@ -167,6 +177,10 @@ class Ragged:
         )
         return last.index_copy_(0, self.folded, self.slots).view(self.present, self.queries)
 
+    def text_mask_with(self, bias: Bias | None) -> Tensor | None:
+        """Return the mask plus a bias, which may be broadcastable to (R', H, K, keys)."""
+        return self.mask if bias is None else self._biased(bias)
+
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
         return turned_once(self.rotations, rotary, self.position, x)
 
@@ -183,7 +197,7 @@ class Ragged:
         keys, values = self.text[layer].room
         self._write(keys, key)
         self._write(values, value)
-        mask = self.mask if bias is None else self._biased(bias)
+        mask = self.text_mask_with(bias)
         return self._attend(
             query, keys[:, :, : self.end], values[:, :, : self.end], mask, scale, softcap
         )

@@ -53,7 +53,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
     "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 5),
     "move_sentences": (*[_POINTER] * 3, *[_INTEGER] * 6),
-    "embed": (*[_POINTER] * 5, *[_INTEGER] * 7, _FLOAT),
+    "embed": (*[_POINTER] * 5, *[_INTEGER] * 9, _FLOAT),
     "add_tokens": (*[_POINTER] * 2, *[_INTEGER] * 5),
     "add_repeats": (*[_POINTER] * 3, *[_INTEGER] * 9),
 }
@@ -654,9 +654,9 @@ def embedding(
         ids: (R,) int64.
         tokens: (V, C).
         scale: the factor of the token embeddings.
-        position: (C,), or None.
+        position: (C,) or (R, C), or None.
         padding: the token id that gets `other` instead of `position`.
-        other: (C,), or None.
+        other: (C,) or (R, C), or None.
 
     Returns:
         (R, C); None if an id is out of range.
@@ -667,7 +667,9 @@ def embedding(
         by.run, 1, out.data_ptr(), ids.data_ptr(), tokens.data_ptr(),
         None if position is None else position.data_ptr(),
         None if other is None else other.data_ptr(), rows, width, len(tokens), ids.stride(0),
-        tokens.stride(0), padding, DTYPES[tokens.dtype], scale,
+        tokens.stride(0), *(row.stride(0) if row is not None and row.dim() > 1 else 0
+                            for row in (position, other)),
+        padding, DTYPES[tokens.dtype], scale,
     )  # fmt: skip
     return out if done else None
 

@@ -1,5 +1,8 @@
 /* Attention of one decode step over keys and values that the beams of a sentence share.
  *
+ * Successive tokens of one text attend one by one, each to the keys up to its own, so that the
+ * result of each is, bit by bit, that of a decode step of its own.
+ *
  * Keys and values are fp32, bf16 or fp16; scores, softmax and sums are fp32. A task is one key head
  * of a sentence, with all beams and query heads that read it. Keys that all of these rows see are
  * read once for four rows at a time. Of the other keys, a row reads those that it sees, so that
@@ -265,12 +268,38 @@ INLINE void attend(const Attention *job, Space *at, int64_t b, int64_t head, con
 OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
 #undef OF
 
+/* The attention of one of several successive tokens. */
+static Attention of_token(const Attention *job, int64_t token) {
+  Attention one = *job;
+  one.beams = 1;
+  one.query += token * job->query_m;
+  one.out += token * job->key_heads * job->groups * job->dims;
+  if (job->mask) one.mask += token * job->mask_m;
+  if (job->new_keys) one.count = job->slot + token + 1;
+  return one;
+}
+
+/* Attends with heads from `head` to `end` of a sentence; lists keys unless they are listed. */
+static void attend_heads(const Attention *job, Space *at, int64_t b, int64_t head, int64_t end,
+                         int listed) {
+  for (; head < end; head++) {
+    place_rows(job, at, b, head);
+    if (!listed || job->mask_h) list_keys(job, at);
+    listed = 1;
+    switch (job->dims) {
+#define OF(dims) \
+  case dims: attend_##dims(job, at, b, head); break;
+      OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
+#undef OF
+    }
+  }
+}
+
 void work_on_attention(void *given, Tasks *tasks) {
   Attention *job = given;
   /* The pitch has room for all keys, in whole vectors and whole stores of four, from any key on. */
-  Space at = {.rows = job->beams * job->groups,
+  Space at = {.rows = (job->successive ? 1 : job->beams) * job->groups,
               .pitch = ((job->count + TOGETHER - 1) / WIDTH + 1) * WIDTH};
-  const int64_t heads = job->sentences * job->key_heads;
   at.scores = malloc(4 * (at.rows * at.pitch + (at.rows + 1) * job->count));
   if (!at.scores) {
     __atomic_store_n(&job->without_memory, 1, __ATOMIC_RELAXED);
@@ -280,22 +309,17 @@ void work_on_attention(void *given, Tasks *tasks) {
   at.shared = (int32_t *)(at.scores + at.rows * at.pitch);
   at.own = at.shared + job->count;
   int64_t listed = -1;
-  for (int64_t chunk; (chunk = next(tasks)) >= 0;)
-    for (int64_t i = 0; i < job->at_once; i++) {
-      const int64_t at_head = chunk * job->at_once + i;
-      const int64_t b = at_head / job->key_heads, head = at_head % job->key_heads;
-      if (at_head >= heads) break;
-      if (job->new_keys) keep_newest(job, b, head);
-      place_rows(job, &at, b, head);
-      if (b != listed || job->mask_h) list_keys(job, &at);
-      listed = b;
-      switch (job->dims) {
-#define OF(dims) \
-  case dims: attend_##dims(job, &at, b, head); break;
-        OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
-#undef OF
-      }
+  for (int64_t chunk; (chunk = next(tasks)) >= 0;) {
+    const int64_t first = chunk * job->at_once, b = first / job->key_heads;
+    const int64_t head = first % job->key_heads, end = head + job->at_once;
+    for (int64_t h = head; job->new_keys && h < end; h++) keep_newest(job, b, h);
+    for (int64_t token = 0; job->successive && token < job->beams; token++) {
+      const Attention one = of_token(job, token);
+      attend_heads(&one, &at, b, head, end, 0);
     }
+    if (!job->successive) attend_heads(job, &at, b, head, end, b == listed);
+    listed = b;
+  }
   free(at.scores);
 }
 

@@ -21,6 +21,7 @@ typedef struct {
   int64_t out_b, query_b, query_m, query_h, keys_b, keys_h, keys_n, values_b, values_h, values_n;
   int64_t mask_b, mask_h, mask_m, bias_b, bias_h;
   int64_t new_row;                    /* between the newest keys, and values, of two beams */
+  int64_t successive;                 /* whether the beams are successive tokens of one text */
   int64_t at_once;                    /* heads per task */
   int without_memory;                 /* whether a thread could not allocate its scores */
 } Attention;

@@ -65,7 +65,7 @@ static int read_tokens(const Decoder *model, const Texts *texts, int64_t beams) 
     }
     float *out = sum + r * C;
     if (!embed(NULL, 1, out, id, model->tokens, between ? NULL : position, NULL, 1, C, V, 1,
-               model->token_row, -1, D, (float)model->scale))
+               model->token_row, 0, 0, -1, D, (float)model->scale))
       return 0;
     norm_row(out, out, &model->embedded, C, D);
     if (between && position) WITH_DTYPE(D, add_row, out, position, C)

@@ -177,7 +177,7 @@ static void add_head_norm(Program *to, const Step *step, const Sublayer *of, con
 /* Rows of a sentence that attend at once: all beams, or some of the tokens of an encoder. */
 static int64_t at_once(const Sublayer *of, const Rows *call) {
   const int64_t most = ROWS / (of->heads / of->key_heads);
-  return call->beams < most ? call->beams : most;
+  return call->successive || call->beams < most ? call->beams : most;
 }
 
 static void add_rotation(Program *to, const Step *step, const Sublayer *of, int64_t row,
@@ -209,7 +209,8 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
         .query_m = row, .query_h = of->dims, .keys_b = at->keys_b, .keys_h = at->keys_h,
         .keys_n = at->keys_n, .values_b = at->values_b, .values_h = at->values_h,
         .values_n = at->values_n, .mask_b = at->mask_b, .mask_h = at->mask_h, .mask_m = at->mask_m,
-        .bias_b = at->bias_b, .bias_h = at->bias_h, .new_row = row};
+        .bias_b = at->bias_b, .bias_h = at->bias_h, .new_row = row,
+        .successive = call->successive};
     if (at->bias) job.bias = at->bias + number * at->bias_step;
     if (at->weights) job.weights = at->weights + number * call->sentences * call->beams * at->count;
     if (!at->keys) {

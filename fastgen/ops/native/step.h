@@ -50,9 +50,10 @@ typedef struct {
   int64_t bias_b, bias_h, bias_step;
 } Seen;
 
-/* The rows of one call: its beams, or tokens, sentence by sentence. */
+/* The rows of one call: its beams, or tokens, sentence by sentence. If the rows of a sentence are
+ * successive tokens of its text, each sees the keys up to its own. */
 typedef struct {
-  int64_t first_row, sentences, beams;
+  int64_t first_row, sentences, beams, successive;
 } Rows;
 
 /* All buffers are fp32; their values are rounded to dtype. */

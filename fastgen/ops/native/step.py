@@ -112,9 +112,14 @@ class Seen(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """The rows of one call: its beams or tokens, sentence by sentence."""
+    """The rows of one call: its beams or tokens, sentence by sentence.
 
-    _fields_: ClassVar = of(INTEGER, "first_row sentences beams")
+    Attributes:
+        successive: whether the rows of a sentence are successive tokens of its text, each of which
+            sees the keys up to its own.
+    """
+
+    _fields_: ClassVar = of(INTEGER, "first_row sentences beams successive")
 
 
 class Step(ctypes.Structure):

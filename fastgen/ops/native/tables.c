@@ -130,18 +130,21 @@ INLINE void embed_row(float *out, const void *token, const void *added, int64_t 
 }
 
 /* out = rows of tokens (V, C) times scale, plus `position`, or `other` for the token `padding`.
- * tokens, position and other have the dtype, to which the results are rounded.
+ * tokens, position and other have the dtype, to which the results are rounded. The latter two lie
+ * `position_row` and `other_row` elements further for each row, which is 0 if all have the same.
  *
  * Returns 0 if an id is out of range. */
 int embed(parallel run, unsigned threads, float *out, const int64_t *ids, const void *tokens,
           const void *position, const void *other, int64_t rows, int64_t width, int64_t vocabulary,
-          int64_t id_row, int64_t token_row, int64_t padding, int64_t dtype, float scale) {
+          int64_t id_row, int64_t token_row, int64_t position_row, int64_t other_row,
+          int64_t padding, int64_t dtype, float scale) {
   (void)run, (void)threads; /* too little work for more than one */
   for (int64_t r = 0; r < rows; r++) {
     const int64_t id = ids[r * id_row];
     if (id < 0 || id >= vocabulary) return 0;
     const void *token = after(tokens, id * token_row, dtype);
-    const void *added = other && id == padding ? other : position;
+    const void *added = position ? after(position, r * position_row, dtype) : NULL;
+    if (other && id == padding) added = after(other, r * other_row, dtype);
     WITH_DTYPE(dtype, embed_row, out + r * width, token, added, width, scale)
   }
   return 1;

@@ -22,7 +22,8 @@ int move_rows(parallel run, unsigned threads, const Table *tables, const int64_t
               int64_t candidates, int64_t held_size);
 int embed(parallel run, unsigned threads, float *out, const int64_t *ids, const void *tokens,
           const void *position, const void *other, int64_t rows, int64_t width, int64_t vocabulary,
-          int64_t id_row, int64_t token_row, int64_t padding, int64_t dtype, float scale);
+          int64_t id_row, int64_t token_row, int64_t position_row, int64_t other_row,
+          int64_t padding, int64_t dtype, float scale);
 void add_repeats(parallel run, unsigned threads, uint32_t *mask, const int64_t *ids,
                  const int64_t *text, int64_t rows, int64_t words, int64_t n, int64_t length,
                  int64_t text_length, int64_t vocabulary, int64_t rows_per_text, int64_t ids_row,

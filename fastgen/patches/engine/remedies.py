@@ -18,7 +18,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"prompt lookup",
-        "fastgen accelerates greedy search: leave prompt_lookup_num_tokens out and compare",
+        "fastgen runs greedy prompt lookup on a CPU in float32 or bfloat16 (docs/bild.md)",
     ),
     (
         r"assisted (decoding|generation)",

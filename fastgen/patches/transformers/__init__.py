@@ -110,7 +110,7 @@ PATCHES = (
         replacement="fastgen.patches.transformers.generate.legacy_search:generation_mode",
         parameters=("self", "assistant_model"),
         help="diverse and constrained beam search and contrastive search, "
-        "which transformers 5 removed",
+        "which transformers 5 removed; greedy prompt lookup on a CPU",
         inner=True,
     ),
     Patch(

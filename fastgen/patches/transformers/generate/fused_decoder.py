@@ -303,6 +303,22 @@ class FusedDecoder:
         )
         return step(ids, inputs).float()
 
+    @property
+    def runs_spans(self) -> bool:
+        """Whether C runs several successive tokens of a text in one pass."""
+        return self.ready and self._written and native.library() is not None
+
+    def verify(self, ids: Tensor, drafts: Tensor) -> Tensor:
+        """Run the newest token of ids (R, L) and its drafts (R, K), with one beam per sentence.
+
+        Returns:
+            Logits (R, K + 1, V) fp32 after each.
+        """
+        tokens: list[list[int]] = cast(Any, torch.cat([ids[:, -1:], drafts], 1)).tolist()
+        steps = self.cache.text[0].steps
+        logits = self.extend([Span(row, steps, span) for row, span in enumerate(tokens)])
+        return logits.view(len(ids), -1, logits.shape[1])
+
     def keep(self, sentences: Tensor) -> None:
         """Keep only the given sentences, (N,) int64 indices."""
         self.prefix_mask, self.source_mask = (

@@ -24,10 +24,11 @@ from fastgen.patches.generation_call import (
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call, bild_resting
 from fastgen.patches.transformers.encoders import unpadded_encoder
-from fastgen.patches.transformers.generate import legacy_loops, legacy_search
+from fastgen.patches.transformers.generate import legacy_loops, legacy_search, prompt_lookup
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, setting_of
 from fastgen.patches.transformers.generate.searches import decoding_of
+from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.generate.stopping_criteria import (
     normalized_config,
 )
@@ -103,9 +104,10 @@ def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> A
     skips = unpadded_encoder.skips_padding(
         self, kwargs, tokens_alone=drafting is not None and not drafting.options.beams
     )
+    source = prompt_lookup.source_of(kwargs, args)
     with (
         engine.running("generate"),
-        requesting(self, resolves_legacy_modes=resolves, skips_padding=skips),
+        requesting(self, resolves_legacy_modes=resolves, skips_padding=skips, source=source),
         routed(self, spec) as layers,
     ):
         if layers:
@@ -266,6 +268,8 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     )
     with engine.running(plan):
         model = legacy_loops.stepper(widened, plan, step)
+        if isinstance(model, SharedStepper) and loop == "sample" and method is None and not rests:
+            model.drafting = prompt_lookup.drafting_of(call, request.source)
         if loop == "sample" and method is None:
             compat.warn_of_compilation(call.model, call.config, call.model_kwargs)
         decoding = decoding_of(loop, call, model)

@@ -13,6 +13,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from fastgen.constraints import constraints_of
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import current
+from fastgen.patches.transformers.generate import prompt_lookup
 
 Method = Literal["diverse beam search", "constrained beam search", "contrastive search"]
 
@@ -39,7 +40,8 @@ def generation_mode(
     """Replace `GenerationConfig.get_generation_mode` within `generate`.
 
     Returns:
-        For a removed method that fastgen runs, the mode of the loop that it runs in.
+        For a removed method that fastgen runs, the mode of the loop that it runs in; for prompt
+        lookup that fastgen runs, greedy search.
 
     Raises:
         ValueError: Options contradict each other, as in releases of transformers that had these
@@ -49,6 +51,15 @@ def generation_mode(
     mode, call = original(self, *args, **kwargs), current.get()
     if not call.resolves_legacy_modes:
         return mode
+    assistant = args[0] if args else kwargs.get("assistant_model")
+    greedy = GENERATION_MODES_MAPPING[GenerationMode.GREEDY_SEARCH]
+    if (
+        prompt_lookup.is_served(call.model, self, mode, assistant)
+        and engine.is_applied("transformers.sample")
+        and getattr(cast(Any, type(call.model)), greedy) is getattr(GenerationMixin, greedy)
+    ):
+        engine.hit("transformers.generation_mode")
+        return GenerationMode.GREEDY_SEARCH
     check(self)
     if mode not in _METHODS or not engine.is_applied(_LOOPS[_METHODS[mode]][1]):
         return mode

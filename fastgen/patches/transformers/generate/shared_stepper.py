@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 
+from fastgen.decoding.backends.drafted_greedy import Drafting
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import (
@@ -27,6 +28,7 @@ from fastgen.models.runtime import first_token
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared
 from fastgen.models.state import state_of
+from fastgen.ops import native
 from fastgen.patches.generation_call import in_step
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
@@ -43,6 +45,9 @@ from fastgen.patches.transformers.planning.sharing import (
     has_own_attention,
     not_shared,
 )
+
+MOST_VERIFIED = 64
+"""Maximum number of rows of a pass that verifies drafts: with more it would not be a read alone."""
 
 
 class SharedStepper(ModuleStepper):
@@ -67,6 +72,7 @@ class SharedStepper(ModuleStepper):
         fused: The fused steps after prefill; None if the model's own modules run them.
         captured: Capture of the modules' steps; None if they are not captured.
         alone: Whether the modules cannot run over the shared cache with several beams.
+        drafting: How the next tokens are drafted; None if they are not.
         first_proven: Outcome of the equivalence check of fused prefill; None if it has not run.
     """
 
@@ -94,6 +100,8 @@ class SharedStepper(ModuleStepper):
         self.of_weights = step
         self.fused: FusedDecoder | None = None
         self.captured: CapturedModules | None = None
+        self.drafting: Drafting | None = None
+        self._steps = 0  # generated tokens in the cache before the last `verify`
         self._behind = 0  # replayed steps that `kwargs` do not count yet
         self.alone = plan.beams > 1 and has_own_attention(model)
         self.first_proven = None if step is None else first_outcome(step)
@@ -262,6 +270,36 @@ class SharedStepper(ModuleStepper):
         assert self.cache is not None
         self._began += [(self.cache.rows, second) for second in began]
         self.cache.end_steps(run, is_open)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether C can run several successive tokens of each text in one pass."""
+        fused = self.fused
+        return fused is not None and fused.runs_spans and fused.cache.beams == 1
+
+    def most_drafted(self, texts: int) -> int:
+        """Return the most tokens of a draft that a pass over `texts` texts may verify."""
+        assert self.fused is not None
+        rows = min(native.most_rows(self.fused.step.dtype), MOST_VERIFIED)
+        return int(rows) // texts - 1
+
+    def verify(self, ids: Tensor, drafts: Tensor) -> Tensor:
+        """Run the newest token of ids (R, L) and drafts (R, K).
+
+        Returns:
+            Logits (R, K + 1, V) fp32 of the token after each.
+        """
+        assert self.cache is not None
+        assert self.fused is not None
+        self._note_step(ids)
+        self._steps = self.cache.text[0].steps
+        return self.fused.verify(ids, drafts)
+
+    def accept(self, tokens: int) -> None:
+        """Keep the keys and values of the first `tokens` tokens of the last `verify`."""
+        assert self.cache is not None
+        for layer in self.cache.text:
+            layer.rewind(self._steps + tokens)
 
     def report(self) -> CallReport:
         replay = self.captured if self.fused is None else self.fused.replay

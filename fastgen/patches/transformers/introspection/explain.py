@@ -25,7 +25,7 @@ from fastgen.patches.engine.status import readable
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call
 from fastgen.patches.transformers.cache.shared_cache import held, parts_of
-from fastgen.patches.transformers.generate import legacy_search
+from fastgen.patches.transformers.generate import legacy_search, prompt_lookup
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.searches import decoding_of
@@ -265,7 +265,9 @@ class _InC(ModuleStepper):
 def _selection(call: Call, loop: Literal["beam", "sample"], plan: Plan) -> str:
     """Return how the decode backend of a plan would select tokens."""
     kind = _InC if plan.fused and not plan.not_in_c else ModuleStepper
-    stepper = kind(call.model, plan, call.input_ids, call.config, dict(call.model_kwargs))
+    stepper: Any = kind(call.model, plan, call.input_ids, call.config, dict(call.model_kwargs))
+    if kind is _InC and loop == "sample":
+        stepper.drafting = prompt_lookup.drafting_of(call, None)
     return backend_type_of(decoding_of(loop, call, stepper).search, stepper).description
 
 

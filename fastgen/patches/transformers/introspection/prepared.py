@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
@@ -25,7 +26,7 @@ from fastgen.models.build.introspection import is_toolkits
 from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.generate import legacy_loops, legacy_search
+from fastgen.patches.transformers.generate import legacy_loops, legacy_search, prompt_lookup
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import Settings
 from fastgen.patches.transformers.generate.stopping_criteria import normalized_config
@@ -179,7 +180,13 @@ def _loop(name: str) -> Callable[..., NoReturn]:
         streamer: Any = None,
         **kwargs: Any,
     ) -> NoReturn:
-        if name not in _LOOPS:
+        loop = _LOOPS.get(name)
+        if loop is None and prompt_lookup.is_served(
+            self, generation_config, GenerationMode.ASSISTED_GENERATION, kwargs.get(_ASSISTANT)
+        ):
+            kwargs.pop("inputs_tensor", None)
+            loop = "sample"
+        if loop is None:
             raise Unsupported(f"{name} is not patched")
         legacy_search.check(generation_config)
         if legacy_search.method_of(generation_config) == "contrastive search":
@@ -187,7 +194,6 @@ def _loop(name: str) -> Callable[..., NoReturn]:
             widened = legacy_loops.widened(Call(self, input_ids, *others))
             input_ids, kwargs = widened.input_ids, widened.model_kwargs
         kwargs |= {"synced_gpus": synced_gpus, "streamer": streamer}
-        loop = _LOOPS[name]
         config = normalized_config(loop, generation_config, stopping_criteria)
         raise _Reached(
             Prepared(loop, input_ids, logits_processor, stopping_criteria, config, kwargs)
@@ -195,6 +201,8 @@ def _loop(name: str) -> Callable[..., NoReturn]:
 
     return prepared
 
+
+_ASSISTANT = "assistant_model"
 
 # The annotations of its methods fit no model class of transformers.
 _MIXIN: Any = GenerationMixin

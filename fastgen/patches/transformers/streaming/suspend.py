@@ -7,9 +7,11 @@ from typing import Any
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from fastgen.decoding.backends.decode_backend import DecodeBackend
+from fastgen.decoding.backends.drafted_greedy import DraftedGreedy
 from fastgen.decoding.batching.continuous_batching import not_refilled
 from fastgen.decoding.plan import Plan
 from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers.generate import legacy_search
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
@@ -56,6 +58,8 @@ class SuspendedDecode:
         left_off = *model.plan.left_off, *self.backend.left_off
         model.plan = replace(model.plan, left_off=left_off)
         model.hand_back()
+        if isinstance(self.backend, DraftedGreedy):
+            engine.note_drafting(self.backend.drafting.counts())
         note_served(self.name, model.model, model.report(), self.left_off)
         return output
 

@@ -242,7 +242,7 @@ def test_what_never_comes_to_a_patched_loop() -> None:
     kwargs = zoo.batch(model, 1, 6, "none") | {"max_new_tokens": 4}
     reason = lambda **more: _explain(model, kwargs | more).reason  # noqa: E731
     assert reason(assistant_model=zoo.build("gpt2", seed=1)) == "_assisted_decoding is not patched"
-    assert reason(prompt_lookup_num_tokens=2) == "_assisted_decoding is not patched"
+    assert reason(prompt_lookup_num_tokens=2) == "_assisted_decoding is not patched"  # in fp64
     assert reason(custom_generate=lambda *_, **__: None) == "custom_generate is given"
     assert reason(custom_generate="somebody/something") == "custom_generate is given"
     assert "dola" in reason(dola_layers="high", trust_remote_code=True)
