@@ -126,7 +126,8 @@ VARIABLES = (
         "FASTGEN_PRECISION",
         "model",
         get_args(Precision),
-        "int8: decode steps on a CPU run on weights rounded to int8, which changes the output",
+        "int8: decode steps and encoders on a CPU run on weights rounded to int8, which changes "
+        "the output",
     ),
     Variable(
         "FASTGEN_REPORT",

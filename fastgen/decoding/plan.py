@@ -37,6 +37,7 @@ class Plan:
         left_off: Features that are disabled for this call, each with its reason.
         not_in_c: Why fused decode steps on a CPU run as torch operations instead of in C; empty
             if they run in C.
+        int8: Whether decode steps run on weights rounded to int8, which changes the output.
     """
 
     method: str
@@ -48,6 +49,7 @@ class Plan:
     graphs: bool = False
     left_off: tuple[str, ...] = ()
     not_in_c: str = ""
+    int8: bool = False
 
     @property
     def rows(self) -> int:

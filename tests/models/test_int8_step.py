@@ -10,19 +10,30 @@ from torch import Tensor, nn
 
 import fastgen
 from fastgen import config
+from fastgen.models.build import int8_step as steps
+from fastgen.models.build.encoder_builder import encoder_of
 from fastgen.models.build.equivalence_check import distance
-from fastgen.models.build.int8_step import int8_bytes, int8_step, why_not_int8
+from fastgen.models.build.int8_step import (
+    int8_bytes,
+    int8_encoder,
+    int8_step,
+    why_no_int8_encoder,
+    why_not_int8,
+)
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.build.step_builder import step_of
 from fastgen.models.layers.linear import is_linear, is_transposed
 from fastgen.models.routing.routes import routed
 from fastgen.models.runtime.native_step import InC
-from fastgen.models.specs.registry import spec_of
+from fastgen.models.specs.registry import ENCODERS, spec_of
 from fastgen.ops import int8
 from fastgen.ops.counts import calls
+from fastgen.patches.transformers.encoders.encoder import sentences_of
+from fastgen.patches.transformers.encoders.unpadded_encoder import _rows
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture
 from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
+from tests.support.parity import assert_same
 
 FAMILIES = ["marian", "t5", "bart", "llama", "qwen3", "gpt2", "phi3", "opt", "mistral"]
 
@@ -37,25 +48,26 @@ def in_int8(monkeypatch: pytest.MonkeyPatch, variant: str) -> Iterator[None]:  #
 
 
 class _Int8:
-    """A linear layer's forward with rounded weights and inputs, for decode steps alone."""
+    """A linear layer's forward with rounded weights and inputs, perhaps for decode steps alone."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, steps_alone: bool) -> None:
+        self.steps_alone = steps_alone
         weight = module.weight.detach()
         self.weight = int8.rounded(weight.t() if is_transposed(module) else weight)
         self.bias = module.bias
         self.own = module.forward
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.shape[-2] > 1:
+        if self.steps_alone and x.shape[-2] > 1:
             return self.own(x)
         return int8.int8_linear_reference(x, self.weight, self.bias)
 
 
 @contextlib.contextmanager
-def _rounded(model: nn.Module) -> Iterator[None]:
+def _rounded(model: nn.Module, steps_alone: bool = True) -> Iterator[None]:
     layers = [module for module in model.modules() if is_linear(module)]
     for layer in layers:
-        layer.forward = _Int8(layer)  # type: ignore[assignment]
+        layer.forward = _Int8(layer, steps_alone)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -177,3 +189,75 @@ def test_reasons(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa
                     int8_step(step)
     monkeypatch.undo()
     config.reload()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["marian", "t5", "bart"])
+def test_encoder(variant: str, family: str, dtype: torch.dtype) -> None:  # noqa: F811
+    """The encoder gives what the toolkit's modules give whose products are in int8."""
+    model = zoo.build(family, dtype)
+    module = model.get_encoder()
+    ids = zoo.batch(model, 3, 9, "none")["input_ids"]
+    with torch.no_grad():
+        encoder = encoder_of(module, ENCODERS[module.config.model_type], ids.shape[1])
+        assert (encoder.together is not None) == (not why_no_int8_encoder(encoder))
+        sentences = sentences_of(None, (ids.shape[0], ids.shape[1]), "none")
+        before = calls["encoder", "native"]
+        found = sentences.restored(_rows(int8_encoder(encoder), ids, sentences))
+        assert calls["encoder", "native"] > before
+        own = module(input_ids=ids).last_hidden_state
+        with _rounded(module, steps_alone=False):
+            wanted = module(input_ids=ids).last_hidden_state
+    assert distance(found.flatten(0, 1), own.flatten(0, 1)) > 1e-3
+    apart = [distance(a, b) for a, b in zip(found, wanted, strict=True)]
+    assert max(apart) < 0.05, apart
+    assert dtype != torch.float32 or min(apart) < 1e-6, apart
+
+
+def test_encoder_and_first_token_in_a_call(in_int8: None) -> None:
+    """A call of a model that has been compared runs all of its products in int8."""
+    model = zoo.build("marian", torch.float32)
+    kwargs = zoo.batch(model, 3, 9, "natural") | {"max_new_tokens": 8}
+    for _ in range(3):
+        model.generate(**kwargs)
+    fastgen.release()
+    model.generate(**kwargs)
+    status = fastgen.status()
+    assert status.memory["int8 weights"] > 0
+    assert status.memory["packed weights"] == 0
+
+
+def test_what_is_said(
+    in_int8: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """explain() and the log say that outputs differ; or why weights are not rounded."""
+    steps._warn.cache_clear()
+    model = zoo.build("marian", torch.float32)
+    kwargs = _kwargs(model)
+    explained = fastgen.explain(model, **kwargs)
+    assert explained.plan is not None
+    assert explained.plan.int8
+    assert "on weights rounded to int8: outputs differ" in str(explained)
+    for _ in range(3):
+        _logits(model, kwargs)
+    assert [record.getMessage() for record in caplog.records] == [
+        "FASTGEN_PRECISION=int8: weights are rounded to int8, so outputs differ from the toolkit's"
+    ]
+    model = zoo.build("bloom", torch.float32)
+    explained = fastgen.explain(model, **_kwargs(model))
+    assert explained.plan is not None
+    assert not explained.plan.int8
+    assert "weights are not rounded to int8: its layers are not written in C" in str(explained)
+    monkeypatch.setenv("FASTGEN_PRECISION", "model")
+    config.reload()
+    explained = fastgen.explain(model, **_kwargs(model))
+    assert "int8" not in str(explained)
+
+
+def test_fewer_than_all_can(in_int8: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose steps cannot run in int8 runs in full precision, with the same output."""
+    monkeypatch.setenv("FASTGEN_STEP", "module")
+    config.reload()
+    model = zoo.build("llama", torch.float32)
+    for _ in range(2):
+        assert_same(model, _kwargs(model))

@@ -4,10 +4,13 @@ They share embeddings, norms, biases, and the KV cache with the original. Their 
 weights are rounded, and so are the inputs of all products.
 """
 
+import functools
+import logging
 from dataclasses import replace
 from typing import Any
 
 from fastgen import config
+from fastgen.models.build.equivalence_check import outcome, outcome_in_c
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers.linear import Int8Linear, Linear
 from fastgen.models.runtime.decode_step import (
@@ -19,8 +22,11 @@ from fastgen.models.runtime.decode_step import (
 )
 from fastgen.models.runtime.encoder import Encoder, EncoderSelfAttention
 from fastgen.models.runtime.native_multistep_job import is_written, why_not_in_c
-from fastgen.models.runtime.native_step import InC, encoded_together, together
+from fastgen.models.runtime.native_records import products_of
+from fastgen.models.runtime.native_step import encoded_together, together
 from fastgen.ops import int8, native
+
+_logger = logging.getLogger("fastgen")
 
 
 def why_not_int8(step: DecoderStep) -> str:
@@ -29,7 +35,7 @@ def why_not_int8(step: DecoderStep) -> str:
         return "int8 products run on CPUs alone"
     if (reason := why_not_in_c(step)) or not is_written(step):
         return reason or "its steps are not written in C"
-    return _too_wide(_products_of(step))
+    return _too_wide(_products_of_step(step))
 
 
 def int8_step(step: DecoderStep) -> DecoderStep:
@@ -45,6 +51,10 @@ def int8_step(step: DecoderStep) -> DecoderStep:
     """
     if reason := why_not_int8(step):
         raise NotFused(reason)
+    return _int8_step(step)
+
+
+def _int8_step(step: DecoderStep) -> DecoderStep:
     sublayers, head = [_rounded(sublayer) for sublayer in step.sublayers], step.head
     assert isinstance(head, Linear)  # as the step is written in C
     return replace(
@@ -55,13 +65,6 @@ def int8_step(step: DecoderStep) -> DecoderStep:
     )
 
 
-def step_to_run(step: DecoderStep) -> DecoderStep:
-    """Return the decode step to run where the given one is proven: itself, unless int8 is set."""
-    if config.settings().precision == "model" or why_not_int8(step):
-        return step
-    return int8_step(step)
-
-
 def int8_bytes(step: DecoderStep) -> int:
     """Return the bytes of the copies that `int8_step` needs; 0 if it cannot run.
 
@@ -69,7 +72,7 @@ def int8_bytes(step: DecoderStep) -> int:
     """
     if why_not_int8(step):
         return 0
-    layers = {id(each.module.weight): each for each in _products_of(step)}.values()
+    layers = {id(each.module.weight): each for each in _products_of_step(step)}.values()
     return sum(int8.bytes_to_pack(each.outputs, each.inputs) for each in layers)
 
 
@@ -80,26 +83,84 @@ def int8_encoder(encoder: Encoder) -> Encoder:
         encoder: The encoder on the model's own weights.
 
     Raises:
-        NotFused: C cannot run its layers; the message is the reason.
+        NotFused: Its layers have no product in int8; the message is the reason.
     """
-    if encoder.together is None or native.library() is None:
-        raise NotFused(native.why_off() or "its layers are not written in C")
-    products: list[Any] = encoder.together.records.products  # type: ignore[attr-defined]
-    if reason := _too_wide(products):
+    if reason := why_no_int8_encoder(encoder):
         raise NotFused(reason)
+    return _int8_encoder(encoder)
+
+
+def _int8_encoder(encoder: Encoder) -> Encoder:
     sublayers = [_rounded(sublayer) for sublayer in encoder.sublayers]
-    written = encoded_together(sublayers, encoder.first is not None)
+    written = None
+    if encoder.together is not None:
+        written = encoded_together(sublayers, encoder.first is not None)
     return replace(encoder, sublayers=sublayers, together=written)
 
 
-def _products_of(step: DecoderStep) -> list[Any]:
-    inner = step.together
-    return [*(inner.records.products if isinstance(inner, InC) else ()), step.head]
+def why_no_int8_encoder(encoder: Encoder) -> str:
+    """Return why an encoder cannot run on weights in int8; empty if it can."""
+    products: list[Any] = [each for sub in encoder.sublayers for each in products_of(sub)]
+    if reason := native.why_off():
+        return reason
+    if not all(isinstance(product, Linear) for product in products):
+        return "its products do not run in C"
+    return _too_wide(products)
+
+
+def step_to_run(step: DecoderStep) -> DecoderStep:
+    """Return the step that `FASTGEN_PRECISION` selects in place of one that has been compared."""
+    if not is_requested() or isinstance(step.head, Int8Linear) or why_not_int8(step):
+        return step
+    _warn()
+    return _int8_step(step)
+
+
+def encoder_to_run(encoder: Encoder) -> Encoder:
+    """Return the encoder that `FASTGEN_PRECISION` selects in place of the given one.
+
+    An encoder that has not been compared yet runs as it is.
+    """
+    if not is_requested() or not outcome(encoder) or why_no_int8_encoder(encoder):
+        return encoder
+    if encoder.together is not None and outcome_in_c(encoder) is None:
+        return encoder
+    _warn()
+    return _int8_encoder(encoder)
+
+
+def is_requested() -> bool:
+    """Return whether weights are to be rounded to int8."""
+    return config.settings().precision == "int8"
+
+
+def refusal(step: DecoderStep | None) -> str:
+    """Return the note of a plan whose decode steps do not run in int8 as requested, or "".
+
+    Args:
+        step: The fused decode step, or None.
+    """
+    if not is_requested():
+        return ""
+    reason = "decode steps do not run from the weights" if step is None else why_not_int8(step)
+    return f"weights are not rounded to int8: {reason}" if reason else ""
+
+
+@functools.cache
+def _warn() -> None:
+    _logger.warning(
+        "FASTGEN_PRECISION=int8: weights are rounded to int8, so outputs differ from the toolkit's"
+    )
+
+
+def _products_of_step(step: DecoderStep) -> list[Any]:
+    return [*(each for sub in step.sublayers for each in products_of(sub)), step.head]
 
 
 def _too_wide(products: list[Any]) -> str:
-    wide = [each.inputs for each in products if not int8.able(each.outputs, each.inputs)]
-    return f"a layer of {max(wide)} inputs has no product in int8" if wide else ""
+    widest = max(product.inputs for product in products)
+    fits = widest <= int8.MOST_INPUTS
+    return "" if fits else f"a layer of {widest} inputs has no product in int8"
 
 
 def _rounded(sublayer: Sublayer) -> Sublayer:
@@ -111,7 +172,10 @@ def _rounded_mixer(mixer: Any) -> Any:
         multiplier = None if mixer.multiplier is None else _int8(mixer.multiplier)
         return replace(mixer, activated=_int8(mixer.activated), multiplier=multiplier)
     if isinstance(mixer, CrossAttention):
-        return replace(mixer, query=_int8(mixer.query))
+        makers = mixer.made_by
+        if makers is not None and all(isinstance(maker, Linear) for maker in makers):
+            makers = _int8(makers[0]), _int8(makers[1])
+        return replace(mixer, query=_int8(mixer.query), made_by=makers)
     assert isinstance(mixer, SelfAttention | EncoderSelfAttention), mixer
     return replace(mixer, projections=tuple(map(_int8, mixer.projections)))
 

@@ -163,8 +163,8 @@ class Int8Linear(Linear):
     copies = Int8Packed
 
     def __init__(self, of: Linear) -> None:
-        super().__init__(of.module, of.transposed, of.memory)
-        self.always = False
+        # A call makes some hundred of them, so nothing is computed again.
+        self.__dict__.update(of.__dict__ | {"entry": None, "own": None, "always": False})
 
     def _product(
         self,

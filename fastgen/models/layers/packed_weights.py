@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -45,7 +45,6 @@ class Packed(Kept):
     """
 
     label = "packed weights"
-    often: ClassVar[int] = OFTEN
 
     layer: weakref.ref[nn.Module]
     address: int
@@ -59,6 +58,11 @@ class Packed(Kept):
     @property
     def nbytes(self) -> int:
         return 0 if self.copy is None else self.copy.nbytes
+
+    @property
+    def often(self) -> int:
+        """Uses of a weight after which it is packed."""
+        return OFTEN
 
     @staticmethod
     def pack(weight: Tensor) -> Any:
@@ -118,7 +122,10 @@ class Int8Packed(Packed, Kept):
     """A copy of a weight in int8."""
 
     label = "int8 weights"
-    often = 1
+
+    @property
+    def often(self) -> int:
+        return 1
 
     @staticmethod
     def pack(weight: Tensor) -> Any:

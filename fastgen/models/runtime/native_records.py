@@ -34,7 +34,7 @@ def _is_written(sublayer: Sublayer) -> bool:
     if sublayer.own is not None or not (norm is unnormed or is_norm(norm)):
         return False
     return _is_mix_written(mixer) and all(
-        isinstance(product, Linear) for product in _products(sublayer)
+        isinstance(product, Linear) for product in products_of(sublayer)
     )
 
 
@@ -126,7 +126,7 @@ def is_readable(x: Tensor) -> bool:
     return x.dtype in native.DTYPES and x.is_cpu
 
 
-def _products(sublayer: Sublayer) -> list[Product]:
+def products_of(sublayer: Sublayer) -> list[Product]:
     """Return all products of a sublayer, the output projection last."""
     mixer: Any = sublayer.mixer
     if type(mixer) in (SelfAttention, EncoderSelfAttention):
@@ -142,7 +142,7 @@ def _products(sublayer: Sublayer) -> list[Product]:
 
 def _made(sublayer: Sublayer) -> int:
     """Return the elements per row that the input products of a sublayer output."""
-    return sum(product.outputs for product in _products(sublayer)[:-1])
+    return sum(product.outputs for product in products_of(sublayer)[:-1])
 
 
 def _mixed(sublayer: Sublayer) -> int:
@@ -215,7 +215,7 @@ class Records:
         self._others: list[Tensor] = []  # Tensors that are not parameters of layers.
         self._panels: list[Any] = []  # Packed weights whose addresses are in the records.
         self.products: list[Any] = [
-            product for sublayer in sublayers for product in _products(sublayer)
+            product for sublayer in sublayers for product in products_of(sublayer)
         ]
         self.memory: Memory = self.products[0].memory
         # Average multiply-adds of a product, for one row.
@@ -258,7 +258,7 @@ class Records:
     def _has_width(self, sublayer: Sublayer) -> bool:
         """Return whether the shapes of the products and norms of a sublayer match."""
         mixer: Any = sublayer.mixer
-        *parts, out = _products(sublayer)
+        *parts, out = products_of(sublayer)
         made = sum(part.outputs for part in parts)
         if type(mixer) is FeedForward:
             mixed = made // len(parts) // (2 if mixer.halves else 1)
@@ -320,7 +320,7 @@ class Records:
         self, sublayer: Sublayer, source_heads: Callable[[int], int], weights: Iterator[c.Weight]
     ) -> c.Sublayer:
         mixer: Any = sublayer.mixer
-        parts = [next(weights) for _ in _products(sublayer)[1:]]
+        parts = [next(weights) for _ in products_of(sublayer)[1:]]
         record = c.Sublayer(
             parts=len(parts), part=tuple(parts), out=next(weights), norm=self._norm(sublayer.norm)
         )

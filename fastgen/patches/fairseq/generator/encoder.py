@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from fastgen.models.build.encoder_builder import encoder_of, may_run_in_c
 from fastgen.models.build.equivalence_check import OTHERWISE, outcome, trial, verdict
+from fastgen.models.build.int8_step import encoder_to_run
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers import linear
 from fastgen.models.runtime.encoder import Encoder, Sentences, arranged, pays, weights_of, whole
@@ -150,7 +151,7 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
         raise NotFused(OTHERWISE)
     # LayerDrop draws its random numbers here, in evaluation mode too.
     next(iter(encoder.layers))
-    return _at_once(encoder, layers, net_input, visible), None
+    return _at_once(encoder, encoder_to_run(layers), net_input, visible), None
 
 
 def _tokens_of(output: Any, visible: Tensor) -> Tensor:

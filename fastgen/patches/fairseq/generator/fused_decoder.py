@@ -9,6 +9,7 @@ from torch import Tensor
 from fastgen import config
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.int8_step import step_to_run
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.build.step_builder import step_of
 from fastgen.models.cuda_graphs import graph
@@ -49,10 +50,17 @@ class FusedDecoder:
         self.source = [
             layers.of[layer.encoder_attn] for layer in modules if layer.encoder_attn is not None
         ]
-        self.ready = bool(outcome(self.step))
+        self.ready = False
+        self.note_verdict(bool(outcome(self.step)))
         first = self.text[0]
         self.replay = Replay(self.step, self.text, longest) if graph.wanted(first.keys) else None
         self._written = self.replay is None and is_written(self.step)  # C runs ids to logits
+
+    def note_verdict(self, ready: bool) -> None:
+        """Note whether the step has passed the equivalence check; then it runs in its precision."""
+        self.ready = ready
+        if ready:
+            self.step = step_to_run(self.step)
 
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run one decode step.

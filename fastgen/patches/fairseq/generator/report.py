@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastgen.decoding.plan import Plan
+from fastgen.models.build.int8_step import is_requested, refusal
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native_multistep_job import why_not_in_c
 from fastgen.patches.engine import engine
@@ -35,9 +36,14 @@ def note_served(
         left_off: Features that were disabled for the call, with their fallback reasons.
         steps: The fused decode steps of its models.
     """
-    left_off = tuple(dict.fromkeys(left_off))
+    steps = list(steps)
+    refused = next(filter(None, map(refusal, steps or [None])), "")
+    left_off = tuple(dict.fromkeys([*left_off, *([refused] if refused else [])]))
     plan = replace(
-        plan, left_off=left_off, not_in_c=next(filter(None, map(why_not_in_c, steps)), "")
+        plan,
+        left_off=left_off,
+        not_in_c=next(filter(None, map(why_not_in_c, steps)), ""),
+        int8=is_requested() and not refused,
     )
     engine.hit(PATCH, left_off)
     outcome = "partly" if plan.missing else "accelerated"

@@ -91,7 +91,7 @@ class Member:
             trial_result = trial(lambda: unchecked(tokens)[0], unchecked.text, unchecked.step.dtype)
             logits, attention, extra = self._by_modules(tokens)
             reason = verdict(unchecked.step, trial_result, logits[:, -1])
-            unchecked.ready = reason is None
+            unchecked.note_verdict(reason is None)
             if reason is not None:
                 self.fused, self.left_off = None, by_modules(reason)
         return self.predicted(logits, extra), attention

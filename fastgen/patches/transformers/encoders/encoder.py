@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPa
 from fastgen.context import changed
 from fastgen.models.build.encoder_builder import encoder_of
 from fastgen.models.build.equivalence_check import Tried, outcome, verdict
+from fastgen.models.build.int8_step import encoder_to_run
 from fastgen.models.build.introspection import NotFused, is_toolkits
 from fastgen.models.build.patched_torch import replaced
 from fastgen.models.layers import linear
@@ -253,7 +254,7 @@ def prove(encoder: Encoder, found: Tensor, own: Tensor) -> None:
 
 def run(encoder: Encoder, hidden: Tensor, sentences: Sentences) -> Tensor:
     """Run the layers over the selected rows of hidden (B, S, C); return (B, S, C) or (B, 1, C)."""
-    return sentences.restored(encoder(sentences.chosen(hidden), sentences))
+    return sentences.restored(encoder_to_run(encoder)(sentences.chosen(hidden), sentences))
 
 
 def sentences_of(visible: Tensor | None, shape: tuple[int, int], padding: Padding) -> Sentences:

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.models.build.encoder_builder import encoder_of, may_run_in_c
 from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.int8_step import encoder_to_run
 from fastgen.models.build.introspection import NotFused, is_toolkits, part_or_none
 from fastgen.models.runtime.encoder import Encoder, Sentences, pays, weights_of
 from fastgen.models.specs.model_spec import Stack
@@ -139,7 +140,7 @@ def _encode(module: Any, spec: Stack, ids: Tensor, visible: Tensor | None) -> Te
         sentences = sentences_of(seen, (1, length), "none")
         prove(encoder, _rows(encoder, one, sentences), sentences.chosen(own))
     sentences = sentences_of(visible, (len(ids), length), "none")
-    return sentences.restored(_rows(encoder, ids, sentences))
+    return sentences.restored(_rows(encoder_to_run(encoder), ids, sentences))
 
 
 def _is_parted(visible: Tensor) -> bool:

@@ -20,6 +20,7 @@ from fastgen.models.build.equivalence_check import (
     tried,
     verdict,
 )
+from fastgen.models.build.int8_step import step_to_run
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.cuda_graphs.replay import Opened, Result, not_captured
 from fastgen.models.layers.attention import BeamAttention
@@ -105,6 +106,8 @@ class SharedStepper(ModuleStepper):
         self._behind = 0  # replayed steps that `kwargs` do not count yet
         self.alone = plan.beams > 1 and has_own_attention(model)
         self.first_proven = None if step is None else first_outcome(step)
+        if step is not None and self.first_proven is not None and outcome(step):
+            self.of_weights = step_to_run(step)
 
     @property
     def returned_cache(self) -> Any:

@@ -111,6 +111,8 @@ class Explanation:
             lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
             steps = "from the weights" if plan.fused else "through the model's own modules"
             lines.append(("decode steps", steps + (", as CUDA graphs" if plan.graphs else "")))
+            if plan.int8:
+                lines.append(("", "on weights rounded to int8: outputs differ"))
             if plan.not_in_c:
                 lines.append(("", f"as torch operations, not in C: {plan.not_in_c}"))
             if self.selection:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models.build import int8_step
 from fastgen.models.build.equivalence_check import by_modules
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.cuda_graphs import graph, replay
@@ -117,6 +118,8 @@ def decide(
     ):
         graphs = False
         left_off.append(replay.not_captured(reason_not))
+    if refused := int8_step.refusal(step):
+        left_off.append(refused)
     plan = Plan(
         method=method_named(loop, config),
         sentences=sentences,
@@ -127,6 +130,7 @@ def decide(
         graphs=graphs,
         left_off=tuple(left_off),
         not_in_c="" if step is None else why_not_in_c(step),
+        int8=int8_step.is_requested() and not refused,
     )
     return plan, step
 
