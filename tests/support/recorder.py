@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from fastgen.decoding.kv_cache import room
+from fastgen.models import state
 from fastgen.models.cuda_graphs import graph
+from fastgen.models.cuda_graphs.graph_buffers import BufferPools
 from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.ops import native
 
@@ -44,6 +46,9 @@ class Recorder(TorchDispatchMode):
         # Contents of storages before they were written, by address.
         self._before: dict[int, tuple[torch.UntypedStorage, bytes]] = {}
         self.runs: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []
+        # Memory that the function reads or writes and has not allocated, by address.
+        self.outside: dict[int, Tensor] = {}
+        self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ in _ASKS:
@@ -51,18 +56,31 @@ class Recorder(TorchDispatchMode):
         # A capture can fill in a single number, but cannot copy an array from the host.
         if func.overloadpacket.__name__ == "lift_fresh" and args[0].dim():
             raise RuntimeError("numbers of the host's are copied while the stream is capturing")
+        if func.overloadpacket.__name__ == "lift_fresh":
+            self._made.add(args[0].untyped_storage().data_ptr())
+        self._look_at(args, kwargs)
         if func._schema.is_mutable:
             self._note(args, kwargs)
         result = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        self._made |= {each.untyped_storage().data_ptr() for each in made} - self.outside.keys()
         self.runs.append((func, args, kwargs or {}, result))
         return result
 
     def launch(self, original: Callable[..., None], *args: Any, **constants: Any) -> None:
         """Record a kernel launch, but not the interpreter's own operators."""
         self.runs.append((original, args, constants, None))
+        self._look_at(args)
         with _disable_current_modes():
             self._note(args)
             original(*args, **constants)
+
+    def _look_at(self, *arguments: Any) -> None:
+        for leaf in tree_leaves(arguments):
+            if isinstance(leaf, Tensor):
+                at = leaf.untyped_storage().data_ptr()
+                if at not in self._made:
+                    self.outside[at] = leaf
 
     def _note(self, *arguments: Any) -> None:
         for leaf in tree_leaves(arguments):
@@ -118,6 +136,8 @@ class Graphs:
         captured: number of captures of each function.
         replayed: number of replays of each function.
         kernels: what the newest capture of each function runs.
+        outside: for each capture of each function, the memory that it reads or writes and has not
+            allocated, by address.
         texts: number of joint replays, by how many texts took part.
     """
 
@@ -126,8 +146,10 @@ class Graphs:
         self.captured: Counter[str] = Counter()
         self.replayed: Counter[str] = Counter()
         self.kernels: dict[str, Counter[str]] = {}
+        self.outside: dict[str, list[dict[int, Tensor]]] = {}
         self.texts: Counter[int] = Counter()
         self._recording: Recorder | None = None
+        state.release(BufferPools)  # graphs of earlier tests are not counted here
         monkeypatch.setattr(graph, "wanted", lambda _: True)
         # Compaction at intervals is for CPUs only.
         monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)
@@ -183,6 +205,7 @@ class Graphs:
         name = cast(Any, function).func.__name__
         self.captured[name] += 1
         self.kernels[name] = recorder.kernels
+        self.outside.setdefault(name, []).append(recorder.outside)
         for leaf in tree_leaves(result):  # a capture computes nothing
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaf.fill_(torch.nan)

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,12 @@ from fastgen.ops.selection.choice import (
     kbest_and_choose_,
 )
 from fastgen.ops.tables import Finished, Table, finish_and_extend_
+
+_READ = (
+    "beams", "exact", "finished", "ids", "improvable", "rank_drawn", "rule", "sample", "scores",
+    "sentences", "transforms", "_first_rows",
+)  # fmt: skip
+"""Attributes of a search that the selection of its tokens reads."""
 
 
 class CapturedBeamSearch(CapturedSelection[BeamSearch]):
@@ -43,9 +51,23 @@ class CapturedBeamSearch(CapturedSelection[BeamSearch]):
         """
         if self.search.rule.ranks_apart and self.can_capture(output):
             with contextlib.suppress(graph.NotCaptured):
-                return self._select(output)
+                going_on = self._select(output)
+                if not going_on:
+                    self.leave()
+                return going_on
+        self.leave()
         flags = self.read_pending()
         return (flags is None or not flags[3, 0]) and super().select(output)
+
+    def reads(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """Return what `_select_tokens` reads."""
+        search, ancestry = self.search, self.model.ancestry
+        return (
+            (search, _READ),
+            (search.stop, ("eos",)),
+            (self, ("_numbers", "_over")),
+            *(() if ancestry is None else ((ancestry, ("own",)),)),
+        )
 
     def _select(self, logits: Tensor) -> bool:
         search, model = self.search, self.model

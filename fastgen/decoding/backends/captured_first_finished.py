@@ -8,6 +8,7 @@ it sees the end has no effect.
 import contextlib
 import functools
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -25,7 +26,8 @@ from fastgen.ops.selection.choice import FirstChosen, Slots, choose_first_, firs
 from fastgen.ops.tables import Finished, Table, extend_rows_, finish_and_extend_
 
 
-class FinishedSlots(NamedTuple):
+@dataclass
+class FinishedSlots:
     """Finished hypotheses of the sentences in the batch, on the device, in M slots per sentence.
 
     Attributes:
@@ -100,6 +102,15 @@ class CapturedFirstFinished(CapturedSelection[FirstFinished]):
                 return going
         self._collect()
         return not all(self.search.over) and super().select(output)
+
+    def reads(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """Return what `_select_tokens` reads."""
+        return (
+            (self.search, ("attention", "beams", "end", "ignored", "scores", "tokens")),
+            (self.search.selector, ("transforms",)),
+            (self, ("_numbers", "_prefilled", "_slots")),
+            (self.model.ancestry, ("own",)),
+        )
 
     def _select(self, logits: Tensor, attention: Tensor | None, phase: Hashable) -> bool:
         search, ancestry = self.search, self.model.ancestry
@@ -216,6 +227,7 @@ class CapturedFirstFinished(CapturedSelection[FirstFinished]):
 
     def _collect(self) -> None:
         """Move all finished hypotheses from the device to the host; blocks until they are there."""
+        self.leave()
         search, slots = self.search, self._slots
         if slots is not None:
             self._departed.append(self._depart(range(search.present), slots))

@@ -5,7 +5,8 @@ The host sees one step late that all rows have ended. It then drops the column o
 
 import contextlib
 import functools
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +49,15 @@ class CapturedSampling(CapturedSelection[Sampling]):
                 return False
         return super().select(output)
 
+    def reads(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """Return what `_select_tokens` reads."""
+        search = self.search
+        return (
+            (search, ("pad", "prompt_length", "running", "sample", "transforms")),
+            (search.stop, ("eos",)),
+            (self, ("_end", "_table")),
+        )
+
     def _select(self, logits: Tensor) -> bool:
         search, table, length = self.search, self._table, self.search.ids.shape[1]
         assert table is not None
@@ -61,6 +71,7 @@ class CapturedSampling(CapturedSelection[Sampling]):
             last,
             phases(search.transforms, length),
         )
+        table = cast(Tensor, self._table)  # it may have moved
         previous = self.exchange(flags)
         alive = [True] if previous is None else search.alive(previous[0])
         if not any(alive):  # all rows had already ended before this step
@@ -79,7 +90,7 @@ class CapturedSampling(CapturedSelection[Sampling]):
             if not any(alive):
                 self._close()
                 return False
-            self._collect(table)
+            self._collect(table.clone())
             search.compact(
                 self.model, leaving_now(finished_rows(alive), len(alive), search.captured)
             )
@@ -124,7 +135,10 @@ class CapturedSampling(CapturedSelection[Sampling]):
             self.search.outcome[self.search.rows] = table
 
     def _close(self) -> None:
+        search, length = self.search, self.search.ids.shape[1]
+        self.leave()
         assert self._table is not None
+        search.ids = self._table[:, :length]
         self._collect(self._table)
-        self.search.outcome = self.search.outcome[:, : self.search.ids.shape[1]]
+        search.outcome = search.outcome[:, :length]
         self._table = None

@@ -1,6 +1,8 @@
 """Token selection as a CUDA graph, whose results the host reads one step late."""
 
 import functools
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from fastgen.decoding.backends.decode_backend import (
 )
 from fastgen.decoding.search.multinomial import draw
 from fastgen.models.cuda_graphs import graph
+from fastgen.models.cuda_graphs.kept_graphs import KeptFunction
 
 MAX_UNCAPTURED = 8
 """Consecutive steps with a new logits tensor after which decode steps count as not captured.
@@ -59,7 +62,7 @@ class CapturedSelection(DecodeBackend[_Search]):
         self._generator = generator
         self._state: Tensor | None = None  # generator state before the newest step
         self._invalid: Tensor | None = None  # rows that cannot be drawn from in this step
-        self._function = graph.CapturedFunction()
+        self._function = KeptFunction()
         self._logits: Tensor | None = None
         self._new_logits = 0  # consecutive steps whose logits tensor was a new one
         self._pending: graph.DelayedRead | None = None  # flags of the previous step
@@ -96,10 +99,20 @@ class CapturedSelection(DecodeBackend[_Search]):
         if self._generator is not None:
             self._state = self._generator.get_state()
         try:
-            return self._function(select, logits.device, logits, *inputs)
+            return self._function.run(
+                select, logits.device, self.model.kept_graphs(logits), self.reads, logits, *inputs
+            )
         except graph.NotCaptured as reason:
             self._refused = self._refused or str(reason)
             raise
+
+    @abstractmethod
+    def reads(self) -> Sequence[tuple[Any, Sequence[str]]]:
+        """Return what the function reads: objects, each with the names of attributes."""
+
+    def leave(self) -> None:
+        """Move the search's tensors out of memory that later calls use. Captures end with this."""
+        self._function.leave()
 
     def undo_draws(self) -> None:
         """Undo the random draws of the newest step, which was one too many."""

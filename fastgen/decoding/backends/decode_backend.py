@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from fastgen.decoding.logits.text import Text
+from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 
 
 class Search(Protocol):
@@ -44,6 +45,10 @@ class Stepper(Protocol):
     @property
     def eager_selection(self) -> str | None:
         """Why tokens cannot be selected from its output in a CUDA graph; None if they can."""
+        ...
+
+    def kept_graphs(self, logits: Tensor) -> KeptGraphs | None:
+        """Return graphs of earlier calls that read the logits of a step; None for none."""
         ...
 
     def step(self, ids: Tensor) -> Any:

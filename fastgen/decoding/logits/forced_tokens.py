@@ -25,6 +25,7 @@ class ForcedTokens(LogitsTransform):
     by_sentence: bool = False
 
     by_length = True
+    unread = ("at",)
 
     def __post_init__(self) -> None:
         if self.by_sentence or self.tokens.numel() == 1:

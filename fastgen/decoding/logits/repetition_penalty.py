@@ -37,6 +37,7 @@ class RepetitionPenalty(LogitsTransform):
 
     form = "sparse update"
     needs_log_probs = True
+    unread = ("dense", "_whole")
 
     @property
     def depends_on_rows(self) -> bool:

@@ -30,6 +30,7 @@ class TokenBan(LogitsTransform):
 
     form = "token mask"
     by_length = True
+    unread = ("at",)
     reads_text = False
 
     def __post_init__(self) -> None:
@@ -72,6 +73,7 @@ class OnlyToken(LogitsTransform):
 
     form = "token mask"
     by_length = True
+    unread = ("at",)
     reads_text = False
 
     def active(self, length: int) -> bool:

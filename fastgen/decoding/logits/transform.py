@@ -3,7 +3,7 @@
 The pipeline and the backends ask a transform these questions, and never for its class.
 """
 
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,7 @@ class LogitsTransform:
             scores passes a copy.
         warper: Description of a filter that keeps at least one token and gives -inf to the others;
             None if the transform is not one.
+        unread: Fields that a captured step does not read, or whose effect `phase` says.
     """
 
     form: Form = "dense"
@@ -102,6 +103,7 @@ class LogitsTransform:
     needs_log_probs: bool = False
     in_place: bool = True
     warper: Warper | None = None
+    unread: ClassVar[tuple[str, ...]] = ()
 
     @property
     def capturable(self) -> bool:

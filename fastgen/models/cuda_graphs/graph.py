@@ -56,10 +56,10 @@ class NotCaptured(Exception):
 
 
 class CapturePool:
-    """Memory pool and stream for the CUDA graphs of one function.
+    """Memory pool and stream for CUDA graphs.
 
-    Only the newest graph is ever replayed. Functions that are replayed in turn must not share a
-    pool: one may compute in memory that holds results of another.
+    A replay may overwrite the results of other graphs in the pool. Graphs that are replayed in turn
+    therefore share a pool only if the result of each is read before the next one runs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -178,7 +178,7 @@ class CapturedFunction:
         Raises:
             NotCaptured: As `capture`; the function has not run.
         """
-        if self._inputs is not None and same(inputs, self._inputs):
+        if self._repeats(inputs):
             if self._launch is None:
                 self._launch, self._result = self._captured(function, device)
             self._launch()
@@ -187,6 +187,18 @@ class CapturedFunction:
         result = function()
         self._inputs = inputs
         return result
+
+    def replays(self, inputs: Sequence[object]) -> bool:
+        """Return whether a run with these inputs would be a replay."""
+        return self._launch is not None and self._repeats(inputs)
+
+    @property
+    def result(self) -> Any:
+        """The tensors that replays overwrite; None if nothing is captured."""
+        return self._result
+
+    def _repeats(self, inputs: Sequence[object]) -> bool:
+        return self._inputs is not None and same(inputs, self._inputs)
 
     def forget(self) -> None:
         """Drop all references to inputs, graph and result."""

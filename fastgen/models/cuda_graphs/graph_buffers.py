@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from fastgen import config
 from fastgen.models.build.step_fingerprint import Unknown, facts_of
 from fastgen.models.cuda_graphs import graph
+from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.runtime.decode_step import DecoderStep, KeysAndValues
 from fastgen.models.state import Kept, state_of
 from fastgen.ops.processor import in_tf32
@@ -257,6 +258,7 @@ class PooledBuffers:
         of: The pool they belong to.
         facts: The fingerprint of the step their graphs are valid for.
         lent: The pool of graph memory.
+        kept: Graphs of other functions that read the step's output, such as token selection.
         whole: Buffers of all sentences; None before the first use.
         grounds: Buffers of the first n sentences by n, the latest last. Each has a graph of its
             own.
@@ -266,12 +268,13 @@ class PooledBuffers:
     of: "BufferPool"
     facts: object
     lent: graph.BorrowedPool = field(default_factory=graph.BorrowedPool)
+    kept: KeptGraphs = field(default_factory=KeptGraphs)
     whole: GraphBuffers | None = None
     grounds: dict[int, GraphBuffers] = field(default_factory=dict[int, GraphBuffers])
 
     @property
     def nbytes(self) -> int:
-        return self.shape.nbytes + sum(self.grounds) * self.shape.outputs
+        return self.shape.nbytes + sum(self.grounds) * self.shape.outputs + self.kept.nbytes
 
     def has_room_for(self, reads: Reads) -> bool:
         """Return whether a call in these buffers still fits after a compaction or growth."""

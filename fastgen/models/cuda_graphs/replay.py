@@ -20,6 +20,7 @@ from torch import Tensor
 from fastgen.models import state
 from fastgen.models.cuda_graphs import graph, graph_buffers
 from fastgen.models.cuda_graphs.graph_buffers import GraphBuffers, Layer, PooledBuffers, Reads
+from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.runtime.decode_step import Context, DecoderStep
 from fastgen.models.runtime.joint_step import joint_step
@@ -91,6 +92,13 @@ class Replay:
     def refused(self) -> str | None:
         """Fallback reason after a failed capture; None otherwise."""
         return self._alone.refused
+
+    def kept_graphs(self, logits: Tensor) -> KeptGraphs | None:
+        """Return the graphs of functions that read these logits; None if they serve one call."""
+        if self._seat is None or self._ground is None:
+            return None
+        result: list[list[Result]] | None = self._ground.repeated.result
+        return self._seat.kept if result is not None and result[0][0][0] is logits else None
 
     def able(self, rows: int) -> bool:
         """Return whether the next step, of so many rows, should run here."""

@@ -122,6 +122,19 @@ def test_option(name: str, option: str, dtype: torch.dtype, graphs: Graphs) -> N
     assert graphs.replayed["_select_tokens"] >= 5
 
 
+@pytest.mark.parametrize("option", ["plain", "greedy", "ngrams", "unk"])
+@pytest.mark.parametrize("name", ["transformer", "bart"])
+def test_the_next_call_captures_nothing(name: str, option: str, graphs: Graphs) -> None:
+    options = {"beam_size": 4} | OPTIONS[option] | {"max_len_b": 30, "min_len": 30}
+    model, captured = zoo.build(name, torch.float64, 0), list[int]()
+    for seed in (0, 0, 1):
+        before = graphs.captures
+        _served([model], zoo.batch(7, 20, seed=seed), options)
+        captured.append(graphs.captures - before)
+    assert captured[0] >= 2
+    assert captured[1:] == [0, 0]
+
+
 def test_as_many_beams_as_tokens(graphs: Graphs) -> None:
     """In the first step some beams have no candidate; beams that end later ignore them."""
     _served([zoo.build("transformer")], zoo.batch(7, 9), {"beam_size": 31, "max_len_b": 30})

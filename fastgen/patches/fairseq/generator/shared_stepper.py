@@ -19,6 +19,7 @@ from fastgen.decoding.kv_cache.layer_kv import note_steps, room_for_steps
 from fastgen.decoding.search.prediction import Prediction, StepOutput
 from fastgen.models.build.equivalence_check import by_modules, trial, verdict
 from fastgen.models.build.introspection import NotFused
+from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.cuda_graphs.replay import Opened, Result
 from fastgen.models.memory.scratch import Memory, memory_of
 from fastgen.models.runtime.decode_step import Context, DecoderStep
@@ -238,6 +239,11 @@ class SharedStepper:
         if len(self._all) > 1:
             return "predictions of several models are mixed"
         return None if self.members[0].plain else "log-probabilities of its own"
+
+    def kept_graphs(self, logits: Tensor) -> KeptGraphs | None:
+        """Return graphs of earlier calls that read the logits of a step; None for none."""
+        fused = self.members[0].fused
+        return None if fused is None or fused.replay is None else fused.replay.kept_graphs(logits)
 
     @property
     def supports_multistep(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
+from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import nbytes
 from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
@@ -52,6 +53,10 @@ class ModuleStepper:
         self._began: list[tuple[int, float]] = []  # rows and time at the start of each step
         self._joined = 0  # number of steps that ran jointly with steps of other calls
         self._rows, self._peak = plan.rows, 0  # rows in the batch; peak bytes of the cache
+
+    def kept_graphs(self, logits: Tensor) -> KeptGraphs | None:
+        """Return graphs of earlier calls that read the logits of a step; None for none."""
+        return None
 
     @property
     def joinable(self) -> bool:

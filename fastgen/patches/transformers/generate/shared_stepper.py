@@ -22,6 +22,7 @@ from fastgen.models.build.equivalence_check import (
 )
 from fastgen.models.build.int8_step import step_to_run
 from fastgen.models.build.introspection import NotFused
+from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.cuda_graphs.replay import Opened, Result, not_captured
 from fastgen.models.layers.attention import BeamAttention
 from fastgen.models.memory.scratch import memory_of
@@ -311,6 +312,10 @@ class SharedStepper(ModuleStepper):
                 self.plan, graphs=False, left_off=(*self.plan.left_off, replay.refused)
             )
         return super().report()
+
+    def kept_graphs(self, logits: Tensor) -> KeptGraphs | None:
+        replay = None if self.fused is None else self.fused.replay
+        return None if replay is None else replay.kept_graphs(logits)
 
     @property
     def joinable(self) -> bool:
