@@ -14,8 +14,10 @@ import transformers as tf
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
 import fastgen
+from fastgen import config as settings
 from fastgen.decoding import loop
 from fastgen.decoding.backends import native_multistep
 from fastgen.models.layers import packed_weights
@@ -53,7 +55,23 @@ OWN: dict[str, Callable[[], Any]] = {
     "helium": lambda: tf.HeliumForCausalLM(
         tf.HeliumConfig(**zoo._DECODER | {"head_dim": 16, "num_attention_heads": 4})
     ),
+    # Experts whose weights fill whole panels.
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_FILLED)),
+    "olmoe": lambda: tf.OlmoeForCausalLM(
+        tf.OlmoeConfig(**{name: value for name, value in _FILLED.items() if name != "head_dim"})
+    ),
+    "qwen2_moe": lambda: tf.Qwen2MoeForCausalLM(
+        tf.Qwen2MoeConfig(**_FILLED, norm_topk_prob=False, shared_expert_intermediate_size=40)
+    ),
+    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(
+        tf.Qwen3MoeConfig(**_FILLED, norm_topk_prob=True, mlp_only_layers=[0])
+    ),
 }  # fmt: skip
+_FILLED = zoo._EXPERTS | {
+    "hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 128,
+    "num_experts": 5, "num_local_experts": 5, "initializer_range": 0.3,
+}  # fmt: skip
+EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 NOT_WRITTEN = {
     # QKV weights that are interleaved by head or in another order.
     "bloom",
@@ -73,6 +91,18 @@ NOT_WRITTEN = {
     "cohere2",
     "olmo",
     "hunyuan_v1_dense",
+    # Routers that take no softmax of all experts, and mixtures with a multiplier or other norms.
+    "dots1",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "granitemoe",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "minimax_m2",
+    "phimoe",
+    "solar_open",
     # A mask token after each newest one.
     "unilm",
     # Heads of 8 dimensions in the zoo.
@@ -130,7 +160,8 @@ def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
-    "family", ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt"]
+    "family",
+    ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt", *EXPERTS],
 )
 def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The logits of every step equal those of single operations, for any number of threads."""
@@ -162,7 +193,79 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", sorted(set(SPECS) & set(zoo.FAMILIES | zoo.MORE)))
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_in_half_precision(family: str, dtype: torch.dtype) -> None:
+    """Rounding may choose another expert, in either program: the median of models counts."""
+    ratios = list[float]()
+    for seed in range(9):
+        model = zoo.build(family, torch.float32, seed).to(dtype)
+        found = noise.noise(model, zoo.batch(model, 6, 9), {"max_new_tokens": 12})
+        ratios.append(found.error / found.own)
+    assert sorted(ratios)[4] <= noise.LIMIT, ratios
+    assert _steps() > 0
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_may_change_between_calls(variant: str, family: str) -> None:  # noqa: F811
+    model = zoo.build(family, torch.float32)
+    kwargs = zoo.batch(model, 4, 9) | {"max_new_tokens": 12, "min_new_tokens": 12}
+    mixture: Any = model.model.layers[1].mlp
+    experts = mixture.experts
+    wide = nn.Parameter(experts.gate_up_proj.detach().flip(0).clone())
+    changes: list[Callable[[], object]] = [
+        lambda: experts.gate_up_proj.data.neg_(),
+        lambda: experts.down_proj.mul_(-2.0),
+        lambda: setattr(experts, "gate_up_proj", wide),
+        lambda: mixture.gate.weight.data.neg_(),
+        lambda: setattr(mixture.gate, "top_k", 1),
+    ]
+    assert assert_same(model, kwargs).error is None
+    for change in changes:
+        before = model.generate(**kwargs)
+        with torch.no_grad():
+            change()
+        calls.clear()
+        assert assert_same(model, kwargs).error is None
+        assert calls["search", "native"] > 0
+        assert not torch.equal(before, model.generate(**kwargs)), "the change has no effect"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"moe_intermediate_size": 24},  # the halves of a weight do not begin at a panel
+        {"experts_implementation": "own"},
+        {"hidden_act": "tanh"},
+    ],
+)
+def test_experts_that_c_does_not_run(
+    variant: str,  # noqa: F811
+    change: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, "own", batched_mm_experts_forward)
+    torch.manual_seed(0)
+    config = tf.Qwen3MoeConfig(**_FILLED | change)
+    model: Any = tf.Qwen3MoeForCausalLM(config).eval()
+    assert assert_same(model, zoo.batch(model, 4, 9) | {"max_new_tokens": 12}).error is None
+    call = last_call()
+    assert call is not None
+    assert call.plan.fused
+    assert _steps() == 0
+
+
+def test_experts_are_not_rounded_to_int8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_PRECISION", "int8")
+    settings.reload()
+    model = zoo.build("mixtral", torch.float32)
+    assert assert_same(model, zoo.batch(model, 4, 9) | {"max_new_tokens": 12}).error is None
+    assert _steps() > 0
+    monkeypatch.undo()
+    settings.reload()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("family", sorted(set(SPECS) & set(zoo.FAMILIES | zoo.MORE) - set(EXPERTS)))
 def test_half_precision(variant: str, family: str, dtype: torch.dtype) -> None:  # noqa: F811
     """Steps run in C where they do in fp32, and round no worse than transformers."""
     model = zoo.build(family, torch.float32).to(dtype)

@@ -16,6 +16,7 @@ from fastgen.models.build.step_fingerprint import Unknown, facts_of
 from fastgen.models.cuda_graphs import graph_buffers
 from fastgen.models.cuda_graphs.graph_buffers import PooledBuffers, rounded
 from fastgen.models.layers import linear
+from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.positions import Bias
 from fastgen.models.runtime.decode_step import Embedding
 from fastgen.models.state import state_of
@@ -348,6 +349,15 @@ def test_what_nobody_knows_has_memory_of_its_own(graphs: Graphs) -> None:
         facts_of(Other(model.get_input_embeddings().weight), [])
     with pytest.raises(Unknown, match="function"):
         facts_of(lambda x: model(x), [])
+    mixtral = zoo.build("mixtral")
+    mixture = Experts(mixtral.model.layers[0].mlp)
+    with pytest.raises(Unknown, match="a loop over experts"):
+        facts_of(mixture, [])
+    mixtral.set_experts_implementation("grouped_mm")
+    before = facts_of(mixture, [])
+    assert before == facts_of(mixture, [])
+    mixtral.model.layers[0].mlp.gate.top_k = 1
+    assert before != facts_of(mixture, [])
 
 
 def test_facts() -> None:

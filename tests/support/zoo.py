@@ -41,10 +41,22 @@ _DECODER: dict[str, Any] = {
     "max_position_embeddings": 256, "initializer_range": 0.8, "pad_token_id": PAD,
     "bos_token_id": 1, "eos_token_id": EOS,
 }  # fmt: skip
+_EXPERTS: dict[str, Any] = _DECODER | {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "experts_implementation": "eager",  # the only one in fp64
+}  # fmt: skip
+_GROUPED: dict[str, Any] = _EXPERTS | {
+    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
+}  # fmt: skip
 
 
 def _without(*names: str) -> dict[str, Any]:
     return {name: value for name, value in _DECODER.items() if name not in names}
+
+
+def _experts(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in _EXPERTS.items() if name not in names}
 
 
 ENCODER_DECODERS: dict[str, Callable[[], Any]] = {
@@ -295,6 +307,44 @@ MORE: dict[str, Callable[[], Any]] = {
     "smollm3": lambda: tf.SmolLM3ForCausalLM(
         tf.SmolLM3Config(**_DECODER | {"num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
     ),
+    "dots1": lambda: tf.Dots1ForCausalLM(tf.Dots1Config(**_GROUPED)),
+    "ernie4_5_moe": lambda: tf.Ernie4_5_MoeForCausalLM(
+        tf.Ernie4_5_MoeConfig(
+            **_experts("num_experts", "num_experts_per_tok"), moe_num_experts=4, moe_k=2,
+            moe_num_shared_experts=1, moe_layer_start_index=1,
+        )
+    ),
+    "exaone_moe": lambda: tf.ExaoneMoeForCausalLM(
+        tf.ExaoneMoeConfig(
+            **_GROUPED, num_shared_experts=1, sliding_window=64, layer_types=_ALTERNATING,
+            mlp_layer_types=["dense", "sparse"],
+        )
+    ),
+    "flex_olmo": lambda: tf.FlexOlmoForCausalLM(tf.FlexOlmoConfig(**_EXPERTS)),
+    "glm4_moe": lambda: tf.Glm4MoeForCausalLM(tf.Glm4MoeConfig(**_GROUPED, use_qk_norm=True)),
+    "granitemoe": lambda: tf.GraniteMoeForCausalLM(
+        tf.GraniteMoeConfig(
+            **_EXPERTS, embedding_multiplier=3.0, attention_multiplier=0.2,
+            residual_multiplier=0.6, logits_scaling=2.0,
+        )
+    ),
+    "hunyuan_v1_moe": lambda: tf.HunYuanMoEV1ForCausalLM(
+        tf.HunYuanMoEV1Config(**_experts("num_experts_per_tok"), moe_topk=2)
+    ),
+    "hy_v3": lambda: tf.HYV3ForCausalLM(
+        tf.HYV3Config(**_GROUPED, mlp_layer_types=["dense", "sparse"])
+    ),
+    "minimax_m2": lambda: tf.MiniMaxM2ForCausalLM(tf.MiniMaxM2Config(**_EXPERTS)),
+    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_EXPERTS)),
+    "olmoe": lambda: tf.OlmoeForCausalLM(tf.OlmoeConfig(**_experts("head_dim"))),
+    "phimoe": lambda: tf.PhimoeForCausalLM(tf.PhimoeConfig(**_EXPERTS, lm_head_bias=True)),
+    "qwen2_moe": lambda: tf.Qwen2MoeForCausalLM(
+        tf.Qwen2MoeConfig(**_EXPERTS, shared_expert_intermediate_size=40)
+    ),
+    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(
+        tf.Qwen3MoeConfig(**_EXPERTS, norm_topk_prob=True, mlp_only_layers=[0])
+    ),
+    "solar_open": lambda: tf.SolarOpenForCausalLM(tf.SolarOpenConfig(**_GROUPED)),
     "xglm": lambda: tf.XGLMForCausalLM(
         tf.XGLMConfig(
             vocab_size=VOCABULARY, d_model=16, ffn_dim=24, num_layers=2, attention_heads=2,

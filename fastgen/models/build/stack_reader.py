@@ -22,7 +22,8 @@ from fastgen.models.build.introspection import (
     part_or_none,
 )
 from fastgen.models.layers import activation
-from fastgen.models.layers.linear import Product, is_linear, product, products
+from fastgen.models.layers.experts import ExpertProducts, Experts, Routing, is_plain
+from fastgen.models.layers.linear import Identity, Product, is_linear, product, products
 from fastgen.models.layers.norm import Norm, NormLike, OwnNorm, Times, rms_norm, unnormed
 from fastgen.models.layers.positions import Bias, InterleavedRotary, Rotary, RotationTable
 from fastgen.models.routing.instance import is_toolkits
@@ -36,6 +37,7 @@ from fastgen.models.runtime.decode_step import (
 from fastgen.models.runtime.prophetnet import StreamAttention, StreamEmbedding
 from fastgen.models.specs.model_spec import Attention, Mlp, Stack
 from fastgen.models.specs.model_spec import Embedding as EmbeddingSpec
+from fastgen.models.specs.model_spec import Experts as ExpertsSpec
 from fastgen.models.specs.model_spec import Rotary as RotarySpec
 
 
@@ -76,6 +78,7 @@ class StackReader:
             else at(self.stack, spec.embedding.tokens).weight
         )
         self.dtype: torch.dtype = like.dtype
+        self.width: int = like.shape[-1]
         self.device: str = like.device.type
         self.read: set[nn.Module] = set()
         config = repr(vars(model.config)) if hasattr(model, "config") else ""
@@ -165,23 +168,60 @@ class StackReader:
             out = self.product(at(module, names.out))
             post_norm = self.post_norm(layer, names.post_norm)
             parts.append(_Part(index, attend, out, post_norm, self.norm_at(layer, names.norm)))
-        mlp = spec.mlp
-        out = self.product(at(layer, mlp.down))
+        mlp, experts = spec.mlp, spec.experts
+        if experts is not None and is_there(layer, experts.router):
+            mix, out = self.experts(layer, experts)
+        else:
+            mix, out = self.feed_forward(layer, mlp)
         post_norm = self.post_norm(layer, mlp.post_norm)
-        norm = self.norm_at(layer, mlp.norm)
-        parts.append(_Part(index, self.feed_forward(layer, mlp), out, post_norm, norm))
+        parts.append(_Part(index, mix, out, post_norm, self.norm_at(layer, mlp.norm)))
         return parts
 
-    def feed_forward(self, layer: Any, mlp: Mlp) -> FeedForward:
+    def experts(self, layer: Any, names: ExpertsSpec) -> tuple[Experts, Product]:
+        """Return a mixture of experts, and its output projection."""
+        module = at(layer, names.module)
+        self.read.update(module.modules())
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise NotFused("weights that are offloaded")
+        return Experts(module, self.routing(layer, names)), Identity(self.width)
+
+    def routing(self, layer: Any, names: ExpertsSpec) -> Routing | None:
+        """Return what C needs to run a mixture of experts; None where it cannot run it."""
+        if names.normalised is None:
+            return None
+        router, experts = at(layer, names.router), at(layer, names.experts)
+        held = [experts._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
+        kind = activation.kind(getattr(experts, "act_fn", None))
+        if kind is None or not (
+            all(weight is not None and is_plain(weight) for weight in (*held, router.weight))
+            and getattr(router, "bias", None) is None
+            and experts._apply_gate.__name__ == "_default_apply_gate"
+            and not any(getattr(experts, name, False) for name in _OTHER_EXPERTS)
+            and experts.config._experts_implementation in _SAME_EXPERTS
+        ):
+            return None
+        normalised, chosen = bool(names.normalised(router)), int(router.top_k)
+        gate = None if names.shared_gate is None else at(layer, names.shared_gate)
+        self.facts += (normalised, chosen, kind)
+        return Routing(
+            router.weight, chosen, normalised, names.rounded, kind,
+            ExpertProducts(experts, "gate_up_proj"), ExpertProducts(experts, "down_proj"),
+            tuple(self.product(at(layer, name)) for name in names.shared),
+            None if gate is None else gate.weight,
+        )  # fmt: skip
+
+    def feed_forward(self, layer: Any, mlp: Mlp) -> tuple[FeedForward, Product]:
+        """Return the first half of a feed-forward sublayer, and its output projection."""
         up, gate = mlp.up, mlp.gate
         if mlp.ungated is not None and is_there(layer, mlp.ungated):
             up, gate = mlp.ungated, None
-        return FeedForward(
+        wide = FeedForward(
             self.product(at(layer, gate or up)),
             self.activation(at(layer, mlp.activation)),
             None if gate in (None, up) else self.product(at(layer, up)),
             halves=gate == up,
         )
+        return wide, self.product(at(layer, mlp.down))
 
     def norm_at(self, layer: Any, path: str) -> NormLike:
         return self.norm(at(layer, path)) if path else unnormed
@@ -424,6 +464,14 @@ class StackReader:
             known = RotationTable(table)
             self.tables.append(known)
         return known
+
+
+_SAME_EXPERTS = ("eager", "grouped_mm", "batched_mm")
+"""Implementations of experts in transformers that compute the same."""
+
+
+_OTHER_EXPERTS = ("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+"""Attributes of experts that compute something else."""
 
 
 _FUNCTIONS = (

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen.models.layers.linear import Own, SideBySide
+from fastgen.models.layers.experts import Experts
+from fastgen.models.layers.linear import Identity, Own, SideBySide
 from fastgen.models.layers.norm import Norm, OwnNorm, Times
 from fastgen.models.layers.positions import Bias, InterleavedRotary, RotationTable
 from fastgen.models.runtime.decode_step import (
@@ -82,6 +83,14 @@ def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
                 else (again(part.weight), again(part.bias))
             ),
         )
+    if kind is Experts:
+        # transformers' loop over experts reads their numbers on the host, which no graph can.
+        loops = (getattr(module, "config", None) for module in part.module.modules())
+        if any(getattr(config, "_experts_implementation", "") == "eager" for config in loops):
+            raise Unknown("a loop over experts")
+        return kind, tuple(map(again, part.module.modules()))
+    if kind is Identity:
+        return kind, part.outputs
     if kind in _MADE:
         known = {(id(holder), name) for holder, name in made}
         tensors = [(name, getattr(part, name)) for name in _MADE[kind]]

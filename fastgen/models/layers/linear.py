@@ -63,7 +63,38 @@ class Product(Protocol):
         ...
 
 
-class Linear(Routed):
+class Packable:
+    """A weight that is packed for C once it is used often.
+
+    Attributes:
+        copies: Class of the packed copy.
+        module: Has the weight, as `weight`.
+        weight_name: Name of that parameter.
+        outputs: N.
+        inputs: K.
+        always: Whether to pack it regardless of the memory that is left.
+        entry: The packed copy.
+    """
+
+    copies: ClassVar[type[Packed]] = Packed
+    weight_name = "weight"
+    module: Any
+    outputs: int
+    inputs: int
+    always: bool
+    entry: Packed | None
+
+    def _copy(self, weight: Tensor, plain: Tensor) -> Any:
+        """Return the packed weight, packing it if it is used often; None where there is none."""
+        entry = self.entry
+        if entry is None or entry.is_stale(weight):
+            entry = self.entry = packed_of(self.module, self.copies)
+        copy = entry.copied(weight, plain, always=self.always)
+        suits = copy is not None and ops.suits(copy, self.outputs, self.inputs)
+        return copy if suits else None
+
+
+class Linear(Routed, Packable):
     """Routed forward of one linear layer.
 
     Attributes:
@@ -75,7 +106,6 @@ class Linear(Routed):
     """
 
     fuses = True
-    copies: ClassVar[type[Packed]] = Packed
 
     def __init__(self, module: nn.Module, transposed: bool, memory: Memory) -> None:
         super().__init__(module)
@@ -143,15 +173,6 @@ class Linear(Routed):
         """Return the weight as a step in C reads it; None where it is not packed that way."""
         weight = self.module.weight
         return self._copy(weight, weight.t() if self.transposed else weight)
-
-    def _copy(self, weight: Tensor, plain: Tensor) -> Any:
-        """Return the packed weight, packing it if it is used often; None where there is none."""
-        entry = self.entry
-        if entry is None or entry.is_stale(weight):
-            entry = self.entry = packed_of(self.module, self.copies)
-        copy = entry.copied(weight, plain, always=self.always)
-        suits = copy is not None and ops.suits(copy, self.outputs, self.inputs)
-        return copy if suits else None
 
 
 class Int8Linear(Linear):
@@ -227,6 +248,20 @@ class SideBySide:
         self, x: Tensor, activation: str | None = None, residual: Tensor | None = None
     ) -> Tensor:
         return _finished(nn.functional.linear(x, self.weight, self.bias), activation, residual)
+
+
+class Identity:
+    """A product by the identity: the output projection of a sublayer that has none."""
+
+    fuses = False
+
+    def __init__(self, outputs: int) -> None:
+        self.outputs = outputs
+
+    def apply(
+        self, x: Tensor, activation: str | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        return _finished(x, activation, residual)
 
 
 def is_transposed(module: nn.Module) -> bool:

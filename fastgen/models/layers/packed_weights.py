@@ -22,6 +22,9 @@ from fastgen.ops import linear as ops
 OFTEN = 3
 """Uses of a weight after which packing pays; a call of one token uses it once or twice."""
 
+EXPERT_PROBES = 64
+"""Elements of each expert's matrix that are compared at the start of each call."""
+
 AGAIN = 1000
 """Uses after which packing is tried again where memory was short."""
 
@@ -46,7 +49,7 @@ class Packed(Kept):
 
     label = "packed weights"
 
-    layer: weakref.ref[nn.Module]
+    layer: weakref.ref[Any]
     address: int
     version: int
     stride: int
@@ -170,14 +173,20 @@ def _sample(weight: Tensor, stride: int) -> Tensor:
     return weight.detach().reshape(-1)[::stride]  # copies only weights that change within a call
 
 
-def _stride(rows: int, columns: int) -> int:
-    """Return about the largest stride that visits every row and column of a contiguous matrix."""
+def _stride(experts: int, rows: int, columns: int) -> int:
+    """Return about the largest stride that visits every row and column of a contiguous matrix.
+
+    Of several experts, it visits every column, and some `EXPERT_PROBES` elements of each matrix.
+    """
+    if experts > 1:
+        step = max(rows * columns // EXPERT_PROBES, 1)
+        return next(s for s in range(step, 0, -1) if math.gcd(s, columns) == 1)
     # A stride shorter than a row skips none. K successive elements lie in K different columns if
     # the stride is coprime with K.
     return next((s for s in range(min(rows, columns) - 1, 1, -1) if math.gcd(s, columns) == 1), 1)
 
 
-def packed_of(module: nn.Module, kind: type[Packed] = Packed) -> Packed:
+def packed_of(module: Any, kind: type[Packed] = Packed) -> Packed:
     """Return the entry of a layer's weight, by its class."""
     weight: Any = module.weight
     known = kept_of(module, kind)
@@ -186,7 +195,7 @@ def packed_of(module: nn.Module, kind: type[Packed] = Packed) -> Packed:
     by_weight = packing().by_weight
     entry = by_weight.get((kind, id(weight)))
     if entry is None or not entry.is_of(weight):
-        stride = _stride(*weight.shape)
+        stride = _stride(weight.shape[:-2].numel(), *weight.shape[-2:])
         probe = _sample(weight, stride).clone()
         entry = kind(weakref.ref(module), weight.data_ptr(), weight._version, stride, probe)
     by_weight[kind, id(weight)] = entry
@@ -207,7 +216,7 @@ def _shortage(needed: int, always: bool) -> str | None:
     return budget.shortage_now(needed)
 
 
-def check(module: nn.Module) -> None:
+def check(module: Any) -> None:
     """Drop the packed copies of a layer's weight if the weight has changed."""
     weight: Any = module.weight
     for kind in KINDS:

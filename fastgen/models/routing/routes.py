@@ -11,7 +11,7 @@ from torch import nn
 
 from fastgen.context import at_end, not_at_end
 from fastgen.models.build.patched_torch import replaced
-from fastgen.models.layers import activation, head_bias, linear, norm
+from fastgen.models.layers import activation, experts, head_bias, linear, norm
 from fastgen.models.layers import packed_weights as packed
 from fastgen.models.memory.scratch import memory_of
 from fastgen.models.routing import instance
@@ -151,8 +151,13 @@ def _forwards(
         forwards.update({forward.module: forward for forward in norm.norms(modules)})
     if linear.reason_off(model) is not None:
         packed.forget(model)
+        for module in modules:
+            experts.forget(module)
         return forwards
     memory = memory_of(model)
+    for module in modules:
+        for weight in experts.weights_of(module):
+            packed.check(weight)
     for layer, transposed in linear.layers(modules):
         packed.check(layer)
         forwards[layer] = linear.Linear(layer, transposed, memory)

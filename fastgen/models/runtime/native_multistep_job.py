@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config
-from fastgen.models.layers.linear import Linear
+from fastgen.models.layers.linear import Linear, Packable
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.layers.packed_weights import STOPPED, has_stopped_packing, shortage_of
 from fastgen.models.runtime.decode_step import Context, DecoderStep, Embedding
@@ -176,7 +176,7 @@ def why_not_in_c(step: DecoderStep) -> str:
         *(step.together.records.products if isinstance(step.together, InC) else ()),
         step.head,
     ]
-    shortage = shortage_of(product.module for product in products if isinstance(product, Linear))
+    shortage = shortage_of(product.module for product in products if isinstance(product, Packable))
     return "" if shortage is None else f"not all weights are packed: {shortage}"
 
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from fastgen import config
+from fastgen.models.layers.experts import ExpertProducts, Experts
 from fastgen.models.layers.linear import Int8Linear, Linear, Product
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.memory.scratch import Memory
+from fastgen.models.runtime import native_experts
 from fastgen.models.runtime.decode_step import CrossAttention, FeedForward, SelfAttention, Sublayer
 from fastgen.models.runtime.encoder import EncoderSelfAttention
 from fastgen.ops import native
@@ -34,7 +36,7 @@ def _is_written(sublayer: Sublayer) -> bool:
     if sublayer.own is not None or not (norm is unnormed or is_norm(norm)):
         return False
     return _is_mix_written(mixer) and all(
-        isinstance(product, Linear) for product in products_of(sublayer)
+        isinstance(product, (Linear, ExpertProducts)) for product in products_of(sublayer)
     )
 
 
@@ -53,7 +55,9 @@ def _is_mix_written(mixer: Any) -> bool:
         )
     if type(mixer) in (CrossAttention, EncoderSelfAttention):
         return mixer.dims in native.HEAD_DIMS
-    return type(mixer) is FeedForward
+    return type(mixer) is FeedForward or (
+        type(mixer) is Experts and native_experts.is_written(mixer)
+    )
 
 
 def is_norm(norm: NormLike) -> TypeGuard[Norm]:
@@ -126,11 +130,13 @@ def is_readable(x: Tensor) -> bool:
     return x.dtype in native.DTYPES and x.is_cpu
 
 
-def products_of(sublayer: Sublayer) -> list[Product]:
-    """Return all products of a sublayer, the output projection last."""
+def products_of(sublayer: Sublayer) -> Sequence[Any]:
+    """Return all products of a sublayer; except for experts, the output projection last."""
     mixer: Any = sublayer.mixer
+    if type(mixer) is Experts:
+        return native_experts.products(mixer)
     if type(mixer) in (SelfAttention, EncoderSelfAttention):
-        parts = list(mixer.projections)
+        parts = list[Product](mixer.projections)
     elif type(mixer) is CrossAttention:
         parts = [mixer.query]
     else:
@@ -142,12 +148,16 @@ def products_of(sublayer: Sublayer) -> list[Product]:
 
 def _made(sublayer: Sublayer) -> int:
     """Return the elements per row that the input products of a sublayer output."""
+    if isinstance(sublayer.mixer, Experts):
+        return native_experts.made(sublayer.mixer)[0]
     return sum(product.outputs for product in products_of(sublayer)[:-1])
 
 
 def _mixed(sublayer: Sublayer) -> int:
     """Return the elements per row of a sublayer's attention or feed-forward output."""
     mixer: Any = sublayer.mixer
+    if isinstance(mixer, Experts):
+        return native_experts.made(mixer)[1]
     return mixer.activated.outputs if isinstance(mixer, FeedForward) else mixer.heads * mixer.dims
 
 
@@ -158,15 +168,15 @@ class _Held:
     would take a good part of a small step, so the check has none.
     """
 
-    def __init__(self, modules: Sequence[Any], others: Sequence[Tensor]) -> None:
+    def __init__(self, products: Sequence[Any], others: Sequence[Tensor]) -> None:
         self._homes: list[dict[str, Tensor | None]] = [
-            module._parameters for module in modules for _ in _NAMES
+            product.module._parameters for product in products for _ in range(2)
         ]
-        self._names = [name for _ in modules for name in _NAMES]
+        self._names = [name for product in products for name in (product.weight_name, "bias")]
         self._found = list(map(dict.get, self._homes, self._names))
         self._tensors = [*(tensor for tensor in self._found if tensor is not None), *others]
         self._addresses = list(map(_address, self._tensors))
-        self._weights: list[Any] = self._found[:: len(_NAMES)]  # C reads packed copies of them.
+        self._weights: list[Any] = self._found[::2]  # C reads packed copies of them.
         self._versions = list(map(_version, self._weights))
 
     @property
@@ -179,7 +189,6 @@ class _Held:
         )
 
 
-_NAMES = "weight", "bias"
 _address, _version = Tensor.data_ptr, operator.attrgetter("_version")
 
 
@@ -213,13 +222,15 @@ class Records:
         self._made_by: native.Library | None = None
         self._held: _Held | None = None
         self._others: list[Tensor] = []  # Tensors that are not parameters of layers.
+        self._mixtures: list[c.Mixture] = []  # Records whose addresses are in those of sublayers.
         self._panels: list[Any] = []  # Packed weights whose addresses are in the records.
         self.products: list[Any] = [
             product for sublayer in sublayers for product in products_of(sublayer)
         ]
         self.memory: Memory = self.products[0].memory
         # Average multiply-adds of a product, for one row.
-        self.work = sum(p.outputs * p.inputs for p in self.products) // len(self.products)
+        work = (native_experts.work(p, s.mixer) for s in sublayers for p in products_of(s))
+        self.work = sum(work) // len(self.products)
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
         # Bytes of a row for products of int8; all products of a step are, or none.
         in_bytes = isinstance(self.products[0], Int8Linear)
@@ -233,7 +244,7 @@ class Records:
         biases = [module.bias for module in modules]
         return (
             not any(_is_cut(sublayer.mixer, by.panel) for sublayer in self.sublayers)
-            and all(self._has_width(sublayer) for sublayer in self.sublayers)
+            and all(self._has_width(sublayer, by.panel) for sublayer in self.sublayers)
             and all(
                 x is None
                 or (
@@ -255,9 +266,12 @@ class Records:
         """Return whether x and stream, (R, C) each, have the width of the sublayers."""
         return x.dim() == 2 and x.shape == stream.shape and x.shape[1] == self.width
 
-    def _has_width(self, sublayer: Sublayer) -> bool:
+    def _has_width(self, sublayer: Sublayer, panel: int) -> bool:
         """Return whether the shapes of the products and norms of a sublayer match."""
         mixer: Any = sublayer.mixer
+        if type(mixer) is Experts:
+            fits = native_experts.has_shapes(mixer, self.width, panel)
+            return fits and norm_fits(sublayer.norm, self.width, self.dtype)
         *parts, out = products_of(sublayer)
         made = sum(part.outputs for part in parts)
         if type(mixer) is FeedForward:
@@ -307,19 +321,25 @@ class Records:
         if sizes != [(product.outputs, product.inputs) for product in self.products]:
             return False
         biases = [module.bias for module in modules]
-        self._others = []
+        self._others, self._mixtures = [], []
         self._panels, self._made_by = panels, by
         left = iter([weight_of(by, w, b) for w, b in zip(panels, biases, strict=True)])
         self.made = (c.Sublayer * len(self.sublayers))(
             *(self._record(s, source_heads, left) for s in self.sublayers)
         )
-        self._held = _Held(modules, self._others)
+        self._held = _Held(self.products, self._others)
         return True
 
     def _record(
         self, sublayer: Sublayer, source_heads: Callable[[int], int], weights: Iterator[c.Weight]
     ) -> c.Sublayer:
         mixer: Any = sublayer.mixer
+        if type(mixer) is Experts:
+            of_mixture = list(itertools.islice(weights, len(products_of(sublayer))))
+            record, mixture = native_experts.record(mixer, of_mixture, self._at)
+            self._mixtures.append(mixture)
+            record.experts, record.norm = ctypes.addressof(mixture), self._norm(sublayer.norm)
+            return record
         parts = [next(weights) for _ in products_of(sublayer)[1:]]
         record = c.Sublayer(
             parts=len(parts), part=tuple(parts), out=next(weights), norm=self._norm(sublayer.norm)
@@ -397,16 +417,20 @@ class Records:
         The arguments are as in `run`.
         """
         (rows, width), (wide, mixed) = x.shape, self._sizes
-        # Two residual sums, outputs of input products, attention or feed-forward outputs, bytes.
+        mixtures = (s.mixer for s in self.sublayers if isinstance(s.mixer, Experts))
+        routed = max((native_experts.scratch(each, rows, width) for each in mixtures), default=0)
+        # Two residual sums, outputs of input products, attention or feed-forward outputs, experts,
+        # bytes.
         room = (
             rows * width,
             rows * width,
             rows * wide,
             rows * mixed,
+            routed,
             rows * self._byte_row // 4,
         )
         scratch = self.memory.take(x, sum(room))
-        sum_at, spare_at, wide_at, mixed_at, bytes_at = _addresses(scratch, room)
+        sum_at, spare_at, wide_at, mixed_at, routed_at, bytes_at = _addresses(scratch, room)
         if self.norm_first:
             sum_at = stream.data_ptr()
         placed = (c.Rows * len(calls))(*_placed(calls))
@@ -424,6 +448,7 @@ class Records:
             spare_at,
             wide_at,
             mixed_at,
+            routed_at,
             bytes_at if self._byte_row else None,
         )
         return step, [scratch, placed]

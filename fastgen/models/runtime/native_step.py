@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.models.comparison import comparison
+from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.positions import turned_once
 from fastgen.models.runtime.decode_step import (
     Context,
@@ -178,7 +179,7 @@ class InC:
         self.attending = [
             (i, mixer, type(mixer) is SelfAttention, layer)
             for i, mixer, layer in mixers
-            if type(mixer) is not FeedForward
+            if type(mixer) not in (FeedForward, Experts)
         ]
         self.seen: Any = ()  # `c.Seen` records, of each attention sublayer for each call.
         self._checked: list[Reference] = []  # Keys that were found readable by C.

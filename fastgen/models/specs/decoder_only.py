@@ -12,6 +12,7 @@ from fastgen.models.specs.encoder_decoder import BART_DECODER, offset_of
 from fastgen.models.specs.model_spec import (
     Attention,
     Embedding,
+    Experts,
     Head,
     Mlp,
     ModelSpec,
@@ -128,6 +129,10 @@ _COHERE_HEAD = Head(scale=lambda model: model.logit_scale)
 _GLM = _rotated(replace(_LLAMA, mlp=_FUSED_GATE), interleaved=True, halves=True)
 
 _GEMMA2_HEAD = Head(softcap=lambda model: model.config.final_logit_softcapping)
+
+_MOE = replace(_LLAMA, experts=Experts())
+_SOFTMAX = Experts(normalised=lambda router: router.norm_topk_prob)
+_OLMOE = replace(_MOE, self_attention=replace(_LLAMA_ATTENTION, norms_all_heads=True))
 
 _GPT2 = Stack(
     "transformer",
@@ -323,6 +328,51 @@ DECODER_ONLY = {
             _GPT2, self_attention=replace(_GPT2.self_attention, qkv_groups=_bigcode_groups)
         )
     ),
+    **dict.fromkeys(
+        ("dots1", "glm4_moe", "hy_v3", "solar_open"), ModelSpec(_MOE),
+    ),
+    "ernie4_5_moe": ModelSpec(_rotated(_MOE, interleaved=True, halves=True, fp32=True)),
+    "exaone_moe": ModelSpec(
+        _rotated(_MOE, applies=lambda module: module.sliding_window is None or module.is_sliding)
+    ),
+    "flex_olmo": ModelSpec(replace(_OLMO2, experts=Experts())),
+    "granitemoe": ModelSpec(
+        replace(
+            _MOE, experts=Experts("block_sparse_moe", "block_sparse_moe.router"),
+            embedding=Embedding(scale="embedding_multiplier"),
+            residual_multiplier="residual_multiplier",
+        ),
+        head=Head(scale=lambda model: 1 / model.config.logits_scaling),
+    ),
+    "hunyuan_v1_moe": ModelSpec(
+        replace(
+            _MOE,
+            self_attention=replace(
+                _LLAMA_ATTENTION, qk_norm=("query_layernorm", "key_layernorm"), norms_rotated=True
+            ),
+        )
+    ),
+    "minimax_m2": ModelSpec(_OLMOE),
+    "mixtral": ModelSpec(
+        replace(_MOE, experts=Experts(normalised=lambda _: True, rounded=False))
+    ),
+    "olmoe": ModelSpec(
+        replace(_OLMOE, experts=_SOFTMAX, unsupported=("self_attn.config.clip_qkv",))
+    ),
+    "phimoe": ModelSpec(
+        replace(_MOE, experts=Experts(router="mlp.router")), prepares_inputs=True
+    ),
+    "qwen2_moe": ModelSpec(
+        replace(
+            _MOE,
+            experts=replace(
+                _SOFTMAX,
+                shared=tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+                shared_gate="mlp.shared_expert_gate",
+            ),
+        )
+    ),
+    "qwen3_moe": ModelSpec(replace(_MOE, experts=_SOFTMAX)),
     "xglm": ModelSpec(
         replace(
             BART_DECODER, path="model", cross_attention=None,

@@ -115,6 +115,33 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts, in place of the feed-forward sublayer `Stack.mlp` of a layer.
+
+    Its norms are those of `Stack.mlp`. A layer without `router` has the feed-forward sublayer.
+
+    Attributes:
+        module: The mixture, a path from the layer. It runs as a module, except in C.
+        router: Path of the router from the layer.
+        experts: Path of the module of all experts from the layer.
+        normalised: Returns whether the weights of the chosen experts are divided by their sum, for
+            a router that takes the softmax of all logits; None for any other router, and for a
+            mixture that computes anything else.
+        rounded: Whether those weights are rounded to the model's dtype.
+        shared: Gate, up and down projection of an expert that all rows share; paths from the layer.
+        shared_gate: The linear layer whose sigmoid multiplies that expert's output; None for none.
+    """
+
+    module: str = "mlp"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    normalised: Callable[[Any], bool] | None = None
+    rounded: bool = True
+    shared: tuple[str, ...] = ()
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True)
 class Embedding:
     """The embedding of tokens; all are paths from the stack.
 
@@ -175,6 +202,7 @@ class Stack:
         self_attention: The self-attention sublayer.
         mlp: The feed-forward sublayer.
         cross_attention: The cross-attention sublayer; None for none.
+        experts: A mixture of experts in place of `mlp`; None for none.
         layers: The layers, a path from the stack.
         embedding: The embedding; None where tokens are embedded elsewhere.
         positions: The positions.
@@ -194,6 +222,7 @@ class Stack:
     self_attention: Attention
     mlp: Mlp
     cross_attention: Attention | None = None
+    experts: Experts | None = None
     layers: str = "layers"
     embedding: Embedding | None = Embedding()
     positions: Positions = Positions()

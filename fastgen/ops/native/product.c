@@ -301,6 +301,12 @@ INLINE void multiply_panel(const Product *job, int64_t p, int64_t first, int64_t
   }
 }
 
+/* Multiplies all rows with the panels from `begin` to `end`, which are of no bytes. */
+void multiply_panels(const Product *job, int64_t begin, int64_t end) {
+  for (int64_t p = begin; p < end; p++)
+    WITH_DTYPE(job->dtype, multiply_panel, job, p, 0, blocks_of(job))
+}
+
 /* The same for bytes, whose panels are a quarter as large. */
 static void multiply_panel_of_bytes(const Product *job, int64_t p, int64_t first, int64_t last) {
   const int64_t groups = groups_of(job->inputs);

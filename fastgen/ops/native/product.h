@@ -42,6 +42,8 @@ typedef struct {
 int64_t byte_row(int64_t inputs);
 void work_on_rounding(void *job, Tasks *tasks);
 void multiply_rows(parallel run, unsigned threads, const Product *job, int8_t *bytes);
+int panel(void);
+void multiply_panels(const Product *job, int64_t begin, int64_t end);
 int64_t prepare_product(Product *job, unsigned threads);
 void work_on_product(void *job, Tasks *tasks);
 void product(parallel run, unsigned threads, float *out, const float *x, const void *panels,

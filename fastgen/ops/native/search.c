@@ -81,7 +81,7 @@ static int64_t work_of(const Decoder *model, int64_t more) {
   int64_t most = step->rows * model->work;
   for (int64_t i = 0; i < step->sublayer_count; i++) {
     const Sublayer *of = &step->sublayers[i];
-    if (of->kind == FEED_FORWARD) continue;
+    if (!attends(of)) continue;
     const int64_t keys = (seen++)->count + (of->kind == SELF_ATTENTION ? more : 0);
     const int64_t work = step->rows * of->heads * of->dims * keys;
     if (work > most) most = work;
@@ -98,7 +98,7 @@ static int make_logits(Decoder *model, Texts *texts, int64_t beams) {
   if (!read_tokens(model, texts, beams)) return NO_ROW;
   for (int64_t i = 0; i < step->sublayer_count; i++) {
     const Sublayer *of = &step->sublayers[i];
-    if (of->kind == FEED_FORWARD) continue;
+    if (!attends(of)) continue;
     Seen *seen = &model->seen[at++];
     if (of->kind == SELF_ATTENTION) seen->slot = seen->count, seen->count += beams;
   }

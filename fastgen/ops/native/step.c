@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "experts.h"
 #include "product.h"
 
 /* out = norm(in), for several pieces of each row. */
@@ -31,6 +32,7 @@ typedef union {
   Norming norming;
   Rounding rounding;
   Turning turning;
+  Mixing mixing;
 } Job;
 
 typedef struct {
@@ -234,33 +236,58 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
   }
 }
 
+/* Adds a feed-forward sublayer without its output projection; returns the input of that. */
+static const float *add_feed_forward(Program *to, const Step *step, const Sublayer *of,
+                                     unsigned threads) {
+  Product wide = of_weight(step, &of->part[0], step->x, step->wide, of->part[0].outputs);
+  wide.activation = of->activation;
+  add_product(to, wide, threads, 0);
+  if (of->parts == 1) return step->wide;
+  Product gated = of_weight(step, &of->part[1], step->x, step->mixed, of->part[1].outputs);
+  gated.gate = step->wide, gated.gate_row = of->part[0].outputs;
+  add_product(to, gated, threads, 0);
+  return step->mixed;
+}
+
+/* Adds a mixture of experts: out = residual + the weighted outputs of each row's experts. */
+static void add_experts(Program *to, const Step *step, const Sublayer *of, const float *residual,
+                        float *out, unsigned threads) {
+  Mixing job = mixing_of(step, of, residual, out, threads);
+  if (of->parts) {
+    const float *mixed = add_feed_forward(to, step, of, threads);
+    add_product(to, of_weight(step, &of->out, mixed, job.shared, step->width), threads, 1);
+  }
+  add(to, find_logits, &job, sizeof job, of->experts->count, 0);
+  add(to, choose_experts, &job, sizeof job, step->rows, 0);
+  add(to, group_by_expert, &job, sizeof job, 1, 0);
+  add(to, gather_rows, &job, sizeof job, step->rows, 0);
+  add(to, multiply_up, &job, sizeof job, expert_tasks(&job, of->experts->inner), 0);
+  add(to, multiply_down, &job, sizeof job, expert_tasks(&job, step->width), 0);
+  add(to, add_up_experts, &job, sizeof job, step->rows, 0);
+}
+
 static void list_phases(Program *to, const Step *step, unsigned threads, int64_t number) {
   const Seen *seen = step->seen;
   float *stream = step->stream, *spare = step->spare;
   for (int64_t i = 0; i < step->sublayer_count; i++) {
     const Sublayer *of = &step->sublayers[i];
-    const float *mixed = step->mixed;
+    const float *mixed = step->mixed, *residual = step->norm_first ? stream : step->x;
     add_rounding(to, step, &of->part[0], step->x);
     if (of->kind == FEED_FORWARD) {
-      Product wide = of_weight(step, &of->part[0], step->x, step->wide, of->part[0].outputs);
-      wide.activation = of->activation;
-      add_product(to, wide, threads, 0);
-      mixed = step->wide;
-      if (of->parts > 1) {
-        Product gated = of_weight(step, &of->part[1], step->x, step->mixed, of->part[1].outputs);
-        gated.gate = step->wide, gated.gate_row = of->part[0].outputs;
-        add_product(to, gated, threads, 0);
-        mixed = step->mixed;
-      }
-    } else {
+      mixed = add_feed_forward(to, step, of, threads);
+    } else if (attends(of)) {
       const int64_t row = add_parts(to, step, of, step->x, threads);
       add_attention(to, step, of, seen, row, threads, number);
       seen += step->call_count;
     }
-    add_rounding(to, step, &of->out, mixed);
-    Product out = of_weight(step, &of->out, mixed, spare, step->width);
-    out.residual = step->norm_first ? stream : step->x, out.residual_row = step->width;
-    add_product(to, out, threads, 0);
+    if (of->kind == EXPERTS) {
+      add_experts(to, step, of, residual, spare, threads);
+    } else {
+      add_rounding(to, step, &of->out, mixed);
+      Product out = of_weight(step, &of->out, mixed, spare, step->width);
+      out.residual = residual, out.residual_row = step->width;
+      add_product(to, out, threads, 0);
+    }
     Norming norming = {.out = step->x, .in = of->parallel ? stream : spare, .norm = &of->norm,
                        .rows = step->rows, .row = step->width, .pieces = 1, .width = step->width,
                        .dtype = step->dtype};
@@ -271,18 +298,21 @@ static void list_phases(Program *to, const Step *step, unsigned threads, int64_t
 }
 
 /* The size of all structures of a step, which ops/native/step.py compares with its own. */
-int64_t step_size(void) { return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) + sizeof(Rows); }
+int64_t step_size(void) {
+  return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) + sizeof(Rows) + sizeof(Mixture);
+}
 
 /* Runs all sublayers, and leaves the input of the head in x. Returns 0 if there was no memory.
  * number: index of the step, among several whose rotations, biases and weights are concatenated. */
 int step_at(parallel run, unsigned threads, const Step *step, int64_t number) {
   /* Phases of a sublayer: three products of x, two norms of heads, the rotation, the output
-   * projection, the norm, and two roundings to bytes; and attention of each call. */
+   * projection, the norm, and two roundings to bytes; and attention of each call. Experts have
+   * three products of the expert that all rows share, seven phases of their own, and the norm. */
   int64_t most = 0;
   for (int64_t s = 0; s < step->sublayer_count; s++) {
     const Sublayer *of = &step->sublayers[s];
-    most += 10;
-    for (int64_t i = 0; i < step->call_count && of->kind != FEED_FORWARD; i++)
+    most += of->kind == EXPERTS ? 11 : 10;
+    for (int64_t i = 0; i < step->call_count && attends(of); i++)
       most += step->calls[i].beams / at_once(of, &step->calls[i]) + 1;
   }
   Program program = {.jobs = malloc((sizeof(Job) + sizeof(Phase)) * most)};

@@ -8,7 +8,7 @@
 #include "dtype.h"
 #include "team.h"
 
-enum { SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD }; /* kinds of sublayers */
+enum { SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD, EXPERTS }; /* kinds of sublayers */
 enum { UNNORMED, LAYER_NORM, RMS_NORM };
 
 typedef struct {
@@ -24,8 +24,20 @@ typedef struct {
   int64_t kind;
 } Norm;
 
+/* A mixture of E experts, of which each row has the K with the highest logits of the router. The
+ * panels of all experts follow one another. */
+typedef struct {
+  const void *router;           /* (E, C) of the step's dtype, not packed */
+  const void *up, *down;        /* panels of (E, 2 F, C), of which F gate the others; of (E, C, F) */
+  const void *shared_gate;      /* (C,), whose sigmoid multiplies the shared expert's output; NULL */
+  int64_t count, chosen, inner; /* E, K, F */
+  int64_t normalised;           /* whether the weights of the chosen experts add up to 1 */
+  int64_t rounded;              /* whether those weights are rounded to the step's dtype */
+} Mixture;
+
 /* x = norm(sum), sum = residual + out(mixed), where mixed is attention to the text or the source,
- * or the wide layer of a feed-forward sublayer, whose activation a gate may multiply. */
+ * or the wide layer of a feed-forward sublayer, whose activation a gate may multiply. To a mixture
+ * of experts, a feed-forward sublayer is the expert that all rows share, if `parts` is not 0. */
 typedef struct {
   int64_t kind, parts;          /* products of x: queries, keys, values in 1 or 3; wide and gate;
                                    all in bytes, or none */
@@ -36,9 +48,14 @@ typedef struct {
   int64_t norms_all_heads;          /* whether norms of queries and keys cover all heads together */
   double scale;
   int64_t activation;               /* the activation of the wide layer */
+  const Mixture *experts;       /* of a mixture of experts, else NULL */
   const float *cosine, *sine;   /* (R or 1, E), which rotate the first E of each head; or NULL */
   int64_t turned, turn_row, interleaved;
 } Sublayer;
+
+INLINE int attends(const Sublayer *of) {
+  return of->kind == SELF_ATTENTION || of->kind == CROSS_ATTENTION;
+}
 
 /* The keys and values that a sublayer attends to, for the sentences of one call; without keys, it
  * attends to the call's own rows. */
@@ -64,6 +81,7 @@ typedef struct {
   int64_t sublayer_count, call_count, rows, width, norm_first, dtype;
   float *x, *stream;            /* (R, C): input of the next sublayer; sum, x unless norm_first */
   float *spare, *wide, *mixed;  /* scratch: (R, C), products of x, attention or gated outputs */
+  float *routed;                /* scratch of a mixture of experts (experts.c); or NULL */
   int8_t *bytes;                /* scratch: rows of x or mixed, if weights are in bytes */
 } Step;
 

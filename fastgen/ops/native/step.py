@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from fastgen.ops.native import Library
 
-SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD = range(3)
+SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD, EXPERTS = range(4)
 UNNORMED, LAYER_NORM, RMS_NORM = range(3)
 
 POINTER, INTEGER, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -53,13 +53,36 @@ class Norm(ctypes.Structure):
     _fields_: ClassVar = [*of(POINTER, "weight bias"), *of(DOUBLE, "eps offset"), ("kind", INTEGER)]
 
 
+class Mixture(ctypes.Structure):
+    """A mixture of E experts, of which each row chooses K.
+
+    Attributes:
+        router: (E, C), not packed.
+        up: packed weights of all experts, (E, 2 F, C), of which F gate the others.
+        down: packed output projections of all experts, (E, C, F).
+        shared_gate: (C,), whose sigmoid multiplies the shared expert's output; or NULL.
+        count: E.
+        chosen: K.
+        inner: F.
+        normalised: whether the weights of the chosen experts are divided by their sum.
+        rounded: whether those weights are rounded to the step's dtype.
+    """
+
+    _fields_: ClassVar = [
+        *of(POINTER, "router up down shared_gate"),
+        *of(INTEGER, "count chosen inner normalised rounded"),
+    ]
+
+
 class Sublayer(ctypes.Structure):
     """An attention or feed-forward sublayer: x = norm(residual + out(mixed)).
 
     Attributes:
-        kind: SELF_ATTENTION (self-attention), CROSS_ATTENTION (cross-attention) or FEED_FORWARD.
+        kind: SELF_ATTENTION (self-attention), CROSS_ATTENTION (cross-attention), FEED_FORWARD, or
+            EXPERTS.
         parts: the number of products of x. Attention has 1 or 3, which compute queries, keys and
-            values. A feed-forward sublayer has the wide layer and an optional gate.
+            values. A feed-forward sublayer has the wide layer and an optional gate; so has the
+            expert that all rows of a mixture share, and none if there is no such expert.
         part: the weights of these products.
         out: the weight of the output projection.
         norm: the norm after the sublayer.
@@ -72,6 +95,7 @@ class Sublayer(ctypes.Structure):
         norms_all_heads: whether `query_norm` and `key_norm` cover all heads together.
         scale: the factor of query times key.
         activation: the activation function of the wide layer, a code of `ops.native.ACTIVATIONS`.
+        experts: the `Mixture`; or NULL.
         cosine: (R or 1, E), the rotary angles of the first E dimensions of each head; or NULL.
         sine: as `cosine`.
         turned: E.
@@ -83,7 +107,7 @@ class Sublayer(ctypes.Structure):
         *of(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
         *of(Norm, "norm query_norm key_norm"),
         *of(INTEGER, "parallel heads key_heads dims norms_all_heads"), ("scale", DOUBLE),
-        ("activation", INTEGER), *of(POINTER, "cosine sine"),
+        ("activation", INTEGER), *of(POINTER, "experts cosine sine"),
         *of(INTEGER, "turned turn_row interleaved"),
     ]  # fmt: skip
 
@@ -132,6 +156,7 @@ class Step(ctypes.Structure):
         spare: (R, C), scratch memory.
         wide: scratch memory for the products of x.
         mixed: scratch memory for attention outputs and gated products.
+        routed: scratch memory of a mixture of experts.
         bytes: scratch memory for rows rounded to bytes; NULL if no weight is in bytes.
         dtype: the dtype of weights, keys and values, a code of `ops.native.DTYPES`.
     """
@@ -139,11 +164,11 @@ class Step(ctypes.Structure):
     _fields_: ClassVar = [
         *of(POINTER, "sublayers seen calls"),
         *of(INTEGER, "sublayer_count call_count rows width norm_first dtype"),
-        *of(POINTER, "x stream spare wide mixed bytes"),
+        *of(POINTER, "x stream spare wide mixed routed bytes"),
     ]  # fmt: skip
 
 
-SIZE = sum(map(ctypes.sizeof, (Step, Sublayer, Seen, Rows)))
+SIZE = sum(map(ctypes.sizeof, (Step, Sublayer, Seen, Rows, Mixture)))
 """The value that `step_size` of a library returns if its structures match these."""
 
 

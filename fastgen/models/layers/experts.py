@@ -1,0 +1,135 @@
+"""A mixture of experts in a decode step: it runs as a module, or in C from its weights."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastgen import config
+from fastgen.models.layers.linear import Packable
+from fastgen.models.state import Kept, kept_of, state_of
+from fastgen.ops import native
+
+
+class ExpertWeight:
+    """The weights of all experts, as `packed_weights` reads a layer.
+
+    Args:
+        experts: The module that has the weights.
+        name: Name of the parameter (E, N, K).
+    """
+
+    bias = None
+
+    def __init__(self, experts: nn.Module, name: str) -> None:
+        self._experts, self.name = weakref.ref(experts), name
+
+    @property
+    def _parameters(self) -> dict[str, Any]:
+        experts = self._experts()
+        return {} if experts is None else experts._parameters
+
+    @property
+    def weight(self) -> Any:
+        return self._parameters.get(self.name)
+
+
+class ExpertWeights(Kept):
+    """The weights of one module of experts that C reads, by name."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, ExpertWeight] = {}
+
+
+def weights_of(module: nn.Module) -> Sequence[ExpertWeight]:
+    """Return the weights of a module of experts that C has read."""
+    kept = kept_of(module, ExpertWeights)
+    return () if kept is None else tuple(kept.by_name.values())
+
+
+def forget(module: nn.Module) -> None:
+    """Drop the packed weights of a module of experts."""
+    if kept_of(module, ExpertWeights) is not None:
+        state_of(module).drop(ExpertWeights)
+
+
+class ExpertProducts(Packable):
+    """The products of all experts with one of their weights, which only C computes.
+
+    Args:
+        experts: The module that has the weights.
+        name: Name of the parameter (E, N, K).
+    """
+
+    def __init__(self, experts: nn.Module, name: str) -> None:
+        by_name = state_of(experts).of(ExpertWeights).by_name
+        self.module: Any = by_name.setdefault(name, ExpertWeight(experts, name))
+        self.weight_name = name
+        self.count, outputs, self.inputs = self.module.weight.shape
+        self.each, self.outputs = outputs, self.count * outputs
+        self.dtype = self.module.weight.dtype
+        self.entry = None
+        self.always = config.settings().linear == "packed"
+
+    def in_panels(self) -> Any:
+        """Return the weights as a step in C reads them; None where they are not packed."""
+        weight = self.module.weight
+        return self._copy(weight, weight.flatten(0, 1))
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Return whether the weights of experts can be packed."""
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype in native.DTYPES
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and not weight.is_inference()
+    )
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a mixture of experts computes: what C needs to compute it from the weights.
+
+    Attributes:
+        router: Weight of the router (E, C); its logits choose the experts of each row.
+        chosen: Experts per row, K.
+        normalised: Whether the weights of the chosen experts, which are the softmax of all logits,
+            are divided by their sum.
+        rounded: Whether those weights are rounded to the model's dtype.
+        activation: Kind of activation of the gate, as in `ops.activation`.
+        up: Products of the gates and of what they multiply, F outputs each.
+        down: The output projections.
+        shared: Gate, up and down of an expert that all rows share; empty for none.
+        shared_gate: (1, C), whose sigmoid multiplies the shared expert's output; None for none.
+    """
+
+    router: Tensor
+    chosen: int
+    normalised: bool
+    rounded: bool
+    activation: str
+    up: ExpertProducts
+    down: ExpertProducts
+    shared: tuple[Any, ...] = ()
+    shared_gate: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts.
+
+    Attributes:
+        module: The mixture. It maps (R, 1, C) to the same shape, or to a tuple that begins with it.
+        routing: What C needs to run it; None where C does not implement it.
+    """
+
+    module: nn.Module
+    routing: Routing | None = None
+
+    def __call__(self, x: Tensor, layer: int, context: Any) -> Tensor:
+        mixed = self.module(x[:, None])
+        return (mixed[0] if isinstance(mixed, tuple) else mixed).reshape(x.shape)

@@ -1,0 +1,113 @@
+"""Mixtures of experts as C records (`ops.native.step.Mixture`)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fastgen.models.layers.experts import Experts, Routing
+from fastgen.models.layers.linear import Linear
+from fastgen.ops import native
+from fastgen.ops.native import step as c
+
+
+def is_written(mix: Experts) -> bool:
+    """Return whether C implements a mixture, as far as its parts tell without their shapes."""
+    routing = mix.routing
+    return routing is not None and all(isinstance(part, Linear) for part in routing.shared)
+
+
+def products(mix: Experts) -> Sequence[Any]:
+    """Return all products of a mixture: of the shared expert, its output last, and of all others.
+
+    The last two are those of the experts that rows choose.
+    """
+    routing = _of(mix)
+    return [*routing.shared, routing.up, routing.down]
+
+
+def has_shapes(mix: Experts, width: int, panel: int) -> bool:
+    """Return whether the shapes and layouts of a mixture match, and panels begin at its halves."""
+    routing = _of(mix)
+    up, down, shared = routing.up, routing.down, routing.shared
+    count, inner = up.count, up.each // 2
+    fits = (
+        routing.router.shape == (count, width)
+        and (down.count, down.each, down.inputs) == (count, width, inner)
+        and (up.inputs, up.each) == (width, 2 * inner)
+        and 0 < routing.chosen <= count
+        and inner > 0
+        and inner % panel == width % panel == 0
+        and up.dtype == down.dtype == routing.router.dtype
+    )
+    if shared:
+        gate, wide, out = shared
+        sizes = {
+            (gate.inputs, gate.outputs),
+            (wide.inputs, wide.outputs),
+            (out.outputs, out.inputs),
+        }
+        fits = fits and sizes == {(width, gate.outputs)}
+    scale = routing.shared_gate
+    return fits and (
+        scale is None
+        or (scale.shape == (1, width) and scale.dtype == up.dtype and scale.is_contiguous())
+    )
+
+
+def record(
+    mix: Experts, weights: Sequence[c.Weight], at: Callable[[Tensor | None], int | None]
+) -> tuple[c.Sublayer, c.Mixture]:
+    """Return the record of a mixture's sublayer without its norm, and that of the mixture itself.
+
+    Args:
+        mix: The mixture.
+        weights: Those of its `products`.
+        at: Returns the address of a tensor.
+    """
+    routing = _of(mix)
+    *shared, up, down = weights
+    mixture = c.Mixture(
+        router=at(routing.router),
+        up=up.panels,
+        down=down.panels,
+        shared_gate=at(routing.shared_gate),
+        count=routing.up.count,
+        chosen=routing.chosen,
+        inner=routing.up.each // 2,
+        normalised=routing.normalised,
+        rounded=routing.rounded,
+    )
+    sublayer = c.Sublayer(kind=c.EXPERTS, activation=native.ACTIVATIONS[routing.activation])
+    if shared:
+        sublayer.parts, sublayer.part, sublayer.out = 2, tuple(shared[:2]), shared[2]
+    return sublayer, mixture
+
+
+def scratch(mix: Experts, rows: int, width: int) -> int:
+    """Return the elements of scratch memory that C needs for a mixture (`mixing_of`)."""
+    routing = _of(mix)
+    count, pairs = routing.up.count, rows * routing.chosen
+    # Logits; weights, inputs and outputs, wide layers, experts and places of pairs; the shared
+    # expert's output; where experts begin.
+    of_pairs = pairs * (1 + width + routing.up.each + 2)
+    return rows * count + of_pairs + rows * width + 2 * count + 2
+
+
+def made(mix: Experts) -> tuple[int, int]:
+    """Return the elements per row of the shared expert's wide layer, and of its gated output."""
+    shared = _of(mix).shared
+    return (shared[0].outputs, shared[1].outputs) if shared else (0, 0)
+
+
+def work(product: Any, mix: Any) -> int:
+    """Return the multiply-adds of a product, for one row."""
+    size = product.outputs * product.inputs
+    if isinstance(mix, Experts) and product in (_of(mix).up, _of(mix).down):
+        return size * _of(mix).chosen // product.count
+    return size
+
+
+def _of(mix: Experts) -> Routing:
+    assert mix.routing is not None
+    return mix.routing

@@ -1,0 +1,229 @@
+/* A mixture of experts: each row is multiplied with the weights of its own experts only.
+ *
+ * Source: Shazeer et al. 2017, Outrageously large neural networks, section 2; rows are grouped by
+ * expert, so that each weight is read once for all rows that chose it. */
+
+#include "experts.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "product.h"
+
+/* Divides the scratch memory; `RecordedExperts.scratch` in models/runtime/native_experts.py says
+ * how much there is. */
+Mixing mixing_of(const Step *step, const Sublayer *of, const float *residual, float *out,
+                 unsigned threads) {
+  const Mixture *mix = of->experts;
+  const int64_t rows = step->rows, pairs = rows * mix->chosen;
+  Mixing job = {.step = step, .of = of, .residual = residual, .out = out, .threads = threads};
+  job.logits = step->routed;
+  job.weight = job.logits + rows * mix->count;
+  job.pairs = job.weight + pairs;
+  job.wide = job.pairs + pairs * step->width;
+  job.mixed = job.wide + pairs * mix->inner;
+  job.shared = job.mixed + pairs * mix->inner;
+  job.expert = (int32_t *)(job.shared + rows * step->width);
+  job.place = job.expert + pairs;
+  job.active = job.place + pairs;
+  job.first = job.active + mix->count;
+  job.active_count = job.first + mix->count + 1;
+  return job;
+}
+
+INLINE float dot_as(const float *x, const void *weight, int64_t C, const int dtype) {
+  const int64_t whole = C / WIDTH * WIDTH;
+  vec total = {};
+  float rest = 0.0f;
+  for (int64_t c = 0; c < whole; c += WIDTH) total += load(x + c) * load_as(weight, c, dtype);
+  for (int64_t c = whole; c < C; c++) rest += x[c] * number_at(weight, c, dtype);
+  return rounded_number(sum(total) + rest, dtype);
+}
+
+static float dot(const float *x, const void *weight, int64_t C, int64_t dtype) {
+  float y;
+  switch (dtype) {
+    case BF16: y = dot_as(x, weight, C, BF16); break;
+    case FP16: y = dot_as(x, weight, C, FP16); break;
+    default: y = dot_as(x, weight, C, FP32);
+  }
+  return y;
+}
+
+static float to_dtype(float x, int64_t dtype) {
+  return dtype == BF16   ? rounded_number(x, BF16)
+         : dtype == FP16 ? rounded_number(x, FP16)
+                         : x;
+}
+
+/* The logits of an expert for all rows; a task is an expert. */
+void find_logits(void *given, Tasks *tasks) {
+  Mixing *job = given;
+  const Step *step = job->step;
+  const Mixture *mix = job->of->experts;
+  for (int64_t e; (e = next(tasks)) >= 0;) {
+    const void *weight = after(mix->router, e * step->width, step->dtype);
+    for (int64_t r = 0; r < step->rows; r++)
+      job->logits[r * mix->count + e] =
+          dot(step->x + r * step->width, weight, step->width, step->dtype);
+  }
+}
+
+/* The experts of a row, best first, and their weights; a task is a row. Overwrites its logits. */
+void choose_experts(void *given, Tasks *tasks) {
+  Mixing *job = given;
+  const Mixture *mix = job->of->experts;
+  for (int64_t r; (r = next(tasks)) >= 0;) {
+    float *p = job->logits + r * mix->count, *weight = job->weight + r * mix->chosen;
+    int32_t *expert = job->expert + r * mix->chosen;
+    float highest = p[0], all = 0.0f, chosen = 0.0f;
+    for (int64_t e = 1; e < mix->count; e++) highest = p[e] > highest ? p[e] : highest;
+    for (int64_t e = 0; e < mix->count; e++) all += p[e] = expf(p[e] - highest);
+    for (int64_t k = 0; k < mix->chosen; k++) {
+      int32_t best = 0;
+      for (int32_t e = 1; e < mix->count; e++)
+        if (p[e] > p[best]) best = e;
+      expert[k] = best, weight[k] = p[best] / all, chosen += weight[k];
+      p[best] = -1.0f; /* below all others: not chosen again */
+    }
+    for (int64_t k = 0; k < mix->chosen; k++) {
+      if (mix->normalised) weight[k] /= chosen;
+      if (mix->rounded) weight[k] = to_dtype(weight[k], job->step->dtype);
+    }
+  }
+}
+
+/* A place for each pair, by expert. */
+void group_by_expert(void *given, Tasks *tasks) {
+  Mixing *job = given;
+  const Mixture *mix = job->of->experts;
+  const int64_t pairs = job->step->rows * mix->chosen;
+  while (next(tasks) >= 0) {
+    int32_t *at = job->active, placed = 0, active = 0;
+    memset(at, 0, sizeof *at * mix->count);
+    for (int64_t p = 0; p < pairs; p++) at[job->expert[p]]++;
+    for (int64_t e = 0, begin = 0; e < mix->count; e++) {
+      const int64_t count = at[e];
+      at[e] = begin, begin += count;
+    }
+    for (int64_t p = 0; p < pairs; p++) job->place[p] = at[job->expert[p]]++;
+    for (int64_t e = 0; e < mix->count; e++) { /* where its pairs end; fewer are active */
+      const int32_t end = at[e];
+      if (end > placed) job->active[active] = e, job->first[active++] = placed, placed = end;
+    }
+    job->first[active] = placed, *job->active_count = active;
+  }
+}
+
+/* Copies a row to the places of its pairs. */
+void gather_rows(void *given, Tasks *tasks) {
+  Mixing *job = given;
+  const int64_t C = job->step->width, chosen = job->of->experts->chosen;
+  for (int64_t r; (r = next(tasks)) >= 0;)
+    for (int64_t p = r * chosen; p < (r + 1) * chosen; p++)
+      memcpy(job->pairs + job->place[p] * C, job->step->x + r * C, sizeof(float) * C);
+}
+
+/* Experts that may have pairs. */
+static int64_t most_active(const Mixing *job) {
+  const int64_t pairs = job->step->rows * job->of->experts->chosen;
+  return pairs < job->of->experts->count ? pairs : job->of->experts->count;
+}
+
+/* Panels of a task, so that each thread has some eight tasks if there are as many panels. */
+static int64_t side_of(const Mixing *job, int64_t panels) {
+  const int64_t share = panels * most_active(job) / (8 * job->threads);
+  return job->threads == 1 || share > panels ? panels : share < 1 ? 1 : share;
+}
+
+/* Tasks of products with `outputs` outputs per expert: parts of an expert's panels. */
+int64_t expert_tasks(const Mixing *job, int64_t outputs) {
+  const int64_t panels = outputs / panel(), side = side_of(job, panels);
+  return most_active(job) * ((panels + side - 1) / side);
+}
+
+/* Part of an expert's panels. */
+typedef struct {
+  int64_t expert, first, rows, begin, end;
+} Part;
+
+/* Takes the next task whose expert has pairs; returns whether there is one. */
+static int next_part(const Mixing *job, Tasks *tasks, int64_t outputs, Part *part) {
+  const int64_t panels = outputs / panel(), side = side_of(job, panels);
+  const int64_t sides = (panels + side - 1) / side;
+  for (int64_t task; (task = next(tasks)) >= 0;) {
+    const int64_t at = task / sides, begin = task % sides * side;
+    if (at >= *job->active_count) continue;
+    *part = (Part){.expert = job->active[at], .first = job->first[at],
+                   .rows = job->first[at + 1] - job->first[at], .begin = begin,
+                   .end = begin + side < panels ? begin + side : panels};
+    return 1;
+  }
+  return 0;
+}
+
+/* mixed = activation(gate(x)) times up(x). */
+void multiply_up(void *given, Tasks *tasks) {
+  Mixing *job = given;
+  const Step *step = job->step;
+  const int64_t C = step->width, F = job->of->experts->inner;
+  for (Part part; next_part(job, tasks, F, &part);) {
+    const void *gate = after(job->of->experts->up, part.expert * 2 * F * C, step->dtype);
+    Product product = {.out = job->wide + part.first * F, .x = job->pairs + part.first * C,
+                       .panels = gate, .rows = part.rows, .outputs = F, .inputs = C, .out_row = F,
+                       .x_row = C, .gate_row = F, .activation = job->of->activation, .dtype = step->dtype};
+    multiply_panels(&product, part.begin, part.end);
+    product.gate = product.out, product.activation = NOTHING;
+    product.out = job->mixed + part.first * F, product.panels = after(gate, F * C, step->dtype);
+    multiply_panels(&product, part.begin, part.end);
+  }
+}
+
+/* The outputs of all pairs. */
+void multiply_down(void *given, Tasks *tasks) {
+  Mixing *job = given;
+  const Step *step = job->step;
+  const int64_t C = step->width, F = job->of->experts->inner;
+  for (Part part; next_part(job, tasks, C, &part);) {
+    Product product = {.out = job->pairs + part.first * C, .x = job->mixed + part.first * F,
+                       .panels = after(job->of->experts->down, part.expert * C * F, step->dtype),
+                       .rows = part.rows, .outputs = C, .inputs = F, .out_row = C, .x_row = F,
+                       .dtype = step->dtype};
+    multiply_panels(&product, part.begin, part.end);
+  }
+}
+
+/* Adds the outputs of a row's experts to one another, then the shared one's, then the residual. */
+INLINE void add_up_row(const Mixing *job, int64_t r, float share, const int dtype) {
+  const Step *step = job->step;
+  const Mixture *mix = job->of->experts;
+  const int64_t C = step->width, first = r * mix->chosen;
+  for (int64_t c = 0; c < C; c += WIDTH) {
+    vec total = {};
+    for (int64_t p = first; p < first + mix->chosen; p++) {
+      vec y = load(job->pairs + job->place[p] * C + c) * job->weight[p];
+      total += mix->rounded ? rounded(y, dtype) : y;
+    }
+    total = rounded(total, dtype);
+    if (job->of->parts) {
+      vec y = load(job->shared + r * C + c);
+      if (mix->shared_gate) y = rounded(y * share, dtype);
+      total = rounded(total + y, dtype);
+    }
+    store(job->out + r * C + c, rounded(total + load(job->residual + r * C + c), dtype));
+  }
+}
+
+void add_up_experts(void *given, Tasks *tasks) {
+  Mixing *job = given;
+  const Step *step = job->step;
+  const void *gate = job->of->experts->shared_gate;
+  for (int64_t r; (r = next(tasks)) >= 0;) {
+    float share = 1.0f;
+    if (gate) {
+      const float logit = dot(step->x + r * step->width, gate, step->width, step->dtype);
+      share = to_dtype(1.0f / (1.0f + expf(-logit)), step->dtype);
+    }
+    WITH_DTYPE(step->dtype, add_up_row, job, r, share)
+  }
+}
