@@ -197,6 +197,13 @@ def reload() -> Settings:
     return settings()
 
 
+def use_precision(precision: Precision) -> None:
+    """Set `FASTGEN_PRECISION` for this process and those that it starts."""
+    if settings().precision != precision:
+        os.environ["FASTGEN_PRECISION"] = precision
+        reload()
+
+
 def read(environ: Mapping[str, str]) -> Settings:
     """Parse the settings from ``environ``.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import fastgen
+from fastgen import config
 from fastgen.corpus import models
 from fastgen.corpus.languages import Names, Unknown
 from fastgen.corpus.limits import limit_of
@@ -39,6 +40,8 @@ class Options:
         generation: arguments of `generate`, JSON-ready.
         device: device of the model; None for CUDA if available, else the CPU.
         dtype: dtype of the weights, as torch names it.
+        precision: int8 to round weights on a CPU to int8, which changes the output; None for
+            `FASTGEN_PRECISION`.
         threads: torch's CPU threads; None to leave them as they are.
         batch_tokens: source tokens of a batch, padding included.
         max_source_tokens: the most tokens of a source; None for the tokenizer's limit. A longer
@@ -62,6 +65,7 @@ class Options:
     generation: dict[str, Any] = field(default_factory=dict)
     device: str | None = None
     dtype: str = "float32"
+    precision: config.Precision | None = None
     threads: int | None = None
     batch_tokens: int = 4096
     max_source_tokens: int | None = None
@@ -166,6 +170,8 @@ class TextGenerator:
         models.need("transformers")
         models.folder_of(options.model)
         self.options, self.serves = options, serves
+        if options.precision is not None:
+            config.use_precision(options.precision)
         device = models.usable_device(options.device, options.threads)
         self.tokenizer = models.load_tokenizer(options.model)
         self.model = models.load_model(options.model, device, options.dtype)

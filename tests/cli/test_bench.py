@@ -1,8 +1,9 @@
 """`fastgen bench` at toy size: its table, its files, its errors, and no speed on a mismatch."""
 
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,60 @@ def test_switched_off(
         monkeypatch.undo()
         config.reload()
     assert "FASTGEN=0 disables" in capsys.readouterr().err
+
+
+@pytest.fixture
+def _own_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the precision that a command sets for its process."""
+    monkeypatch.setenv("FASTGEN_PRECISION", "model")
+    config.reload()
+    yield
+    monkeypatch.undo()
+    config.reload()
+
+
+@pytest.mark.usefixtures("_own_precision")
+def test_int8(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Outputs may differ; the table says how many are equal, and scores both."""
+    (tmp_path / "references").write_text("\n".join(LINES) + "\n", "utf-8")
+    given = "--input", folder / "text", "--num-beams", 1, "--batch-size", 2
+    precise = "--precision", "int8", "--reference", tmp_path / "references"
+    assert bench(folder / "marian", *given, *precise, "--output", tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"int8: \d of 2 texts are the same", printed)
+    for name in ("BLEU", "chrF"):
+        assert re.search(rf"{name}: [\d.]+ in the model's precision, [\d.]+ in int8", printed)
+    cell = json.loads((tmp_path / "out" / "bench.json").read_text("utf-8"))["cells"][0]
+    assert set(cell["quality"]) == {"BLEU", "chrF"}
+    assert config.settings().precision == "int8"
+
+
+@pytest.mark.usefixtures("_own_precision")
+def test_int8_without_references(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The texts in the model's precision are the references then."""
+    assert bench(folder / "llama", "--precision", "int8", "--num-beams", 1) == 0
+    assert "chrF: 100.00 in the model's precision" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (("--reference", "REFERENCES"), "--reference needs --input and --precision int8"),
+        (
+            ("--reference", "REFERENCES", "--input", "TEXT", "--precision", "int8"),
+            "1 lines for",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("_own_precision")
+def test_references_that_do_not_fit(
+    folder: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "references").write_text("one\n", "utf-8")
+    places = {"REFERENCES": tmp_path / "references", "TEXT": folder / "text"}
+    assert bench(folder / "marian", *(places.get(each, each) for each in options)) != 0
+    assert problem in capsys.readouterr().err

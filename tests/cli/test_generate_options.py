@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers import models as tokenizer_models
 
 import fastgen
+from fastgen import config
 from fastgen.cli import main
 from fastgen.cli.generate import generate
 from fastgen.cli.generate import generation_options as generation
@@ -231,6 +232,31 @@ def test_draws_depend_on_the_seed(folders: Path, text: Path) -> None:
     torch.manual_seed(options.seed)
     assert generator(LINES) == one
     assert all(isinstance(each, Output) and each.scores and each.scores[0] < 0 for each in one)
+
+
+def test_int8(
+    folders: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The precision is one of the options that outputs depend on."""
+    monkeypatch.setenv("FASTGEN_PRECISION", "model")
+    config.reload()
+    try:
+        rounded = command(
+            folders / "model", text, tmp_path / "out.txt", *NEW, "--precision", "int8"
+        )
+        assert main(rounded) == 0
+        assert asked[0].options.precision == config.settings().precision == "int8"
+        assert main(command(folders / "model", text, tmp_path / "exact.txt", *NEW)) == 0
+        assert asked[1].options.precision == "int8", "as the variable says now"
+        assert main([*rounded[:-1], "model", "--overwrite"]) == 0
+        assert config.settings().precision == "model"
+    finally:
+        monkeypatch.undo()
+        config.reload()
 
 
 @pytest.mark.parametrize("words", [[], ["--lossless"], ["--rollback-threshold", "0"]])

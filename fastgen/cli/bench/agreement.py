@@ -161,15 +161,17 @@ class Agreements:
         )
 
     @property
+    def prompts(self) -> list[int]:
+        """Length of the prompts of each batch."""
+        is_text_to_text = self._model.config.is_encoder_decoder
+        return [1 if is_text_to_text else inputs["input_ids"].shape[1] for inputs in self._batches]
+
+    @property
     def tokens(self) -> int:
         """Number of tokens generated in `other`: after the prompts, end tokens included."""
         ends = end_tokens(self._model.generation_config.eos_token_id)
-        is_text_to_text = self._model.config.is_encoder_decoder
-        prompts = [
-            1 if is_text_to_text else inputs["input_ids"].shape[1] for inputs in self._batches
-        ]
         return sum(
             len(up_to_end(row[prompt:], ends))
-            for prompt, output in zip(prompts, self.other, strict=False)
+            for prompt, output in zip(self.prompts, self.other, strict=False)
             for row in output.tolist()
         )

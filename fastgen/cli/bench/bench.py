@@ -2,6 +2,7 @@
 
     fastgen bench MODEL --input text.en
     fastgen bench MODEL --num-beams 1 5 --batch-size 16 --output FOLDER
+    fastgen bench MODEL --input text.en --reference text.de --lines 500 --precision int8
 
 For each number of beams and each batch size, transformers' own code and fastgen generate in turn,
 in one process, and every output is compared. No speed is shown where outputs differ.
@@ -15,16 +16,17 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastgen.cli.bild.pair import check_parent, read_lines
-from fastgen.config import settings
+from fastgen.config import Precision, settings
 from fastgen.corpus import models
 from fastgen.errors import CommandError, needs
 from fastgen.number import COUNT, POSITIVE
 
 if TYPE_CHECKING:
     from fastgen.cli.bench.benchmark_cell import Cell
+    from fastgen.cli.bench.rounded import Quality
     from fastgen.corpus.texts import TextGenerator
 
 HELP = "measure the speed-up on your own model and compare the outputs"
@@ -64,6 +66,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32",
                         choices=["float64", "float32", "bfloat16", "float16"],
                         help="(%(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--precision",
+        choices=get_args(Precision),
+        default="model",
+        help="int8: fastgen runs with weights rounded to int8; outputs differ, and the table says "
+        "how much (%(default)s)",
+    )
+    parser.add_argument(
+        "--reference",
+        type=Path,
+        metavar="FILE",
+        help="with --precision int8 and --input: one reference per line, for BLEU and chrF",
+    )
     parser.add_argument("--device", help="default: cuda if available")
     parser.add_argument("--threads", type=COUNT, metavar="N", help="number of torch's CPU threads")
     parser.add_argument(
@@ -100,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
     lines = (
         None if args.input is None else [line for line in read_lines(args.input) if line.strip()]
     )
+    references = _references(args)
     models.need("transformers", "numpy")
     models.folder_of(args.model)
     from transformers.utils import logging
@@ -115,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
             generation,
             device=args.device,
             dtype=args.dtype,
+            precision=args.precision,
             threads=args.threads,
             truncate=True,
         )
@@ -130,7 +147,12 @@ def run(args: argparse.Namespace) -> int:
         f"torch {place['torch']}, {place['threads']} threads, "
         f"{place['gpu'] or place['cpu']}\n\n{HEAD}"
     )
-    cells = _measured(generator.model, sources, args)
+    quality = None
+    if args.precision != "model":
+        from fastgen.cli.bench.rounded import Quality
+
+        quality = Quality(generator.tokenizer, references[: len(sources)])
+    cells = _measured(generator.model, sources, args, quality)
     if args.output is not None:
         _write(
             args,
@@ -140,7 +162,27 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(cell.good for cell in cells) and any(cell.outcome for cell in cells) else 1
 
 
-def _measured(model: Any, sources: list[list[int]], args: argparse.Namespace) -> list[Cell]:
+def _references(args: argparse.Namespace) -> list[str]:
+    """Return the references, one for each line of the input; none without --reference.
+
+    Raises:
+        CommandError: there are no lines of input that they belong to.
+    """
+    if args.reference is None:
+        return []
+    if args.input is None or args.precision == "model":
+        raise CommandError("--reference needs --input and --precision int8")
+    lines, references = read_lines(args.input), read_lines(args.reference)
+    if len(lines) != len(references):
+        raise CommandError(
+            f"--reference {args.reference}: {len(references)} lines for {len(lines)} of the input"
+        )
+    return [wanted for line, wanted in zip(lines, references, strict=True) if line.strip()]
+
+
+def _measured(
+    model: Any, sources: list[list[int]], args: argparse.Namespace, quality: Quality | None
+) -> list[Cell]:
     """Measure and print cell by cell; each gets an equal share of the time that is left."""
     from fastgen.cli.bench.benchmark_cell import Cell, measure
     from fastgen.cli.bench.measure import frozen
@@ -161,7 +203,8 @@ def _measured(model: Any, sources: list[list[int]], args: argparse.Namespace) ->
         for place, (beams, batch) in enumerate(grid):
             seconds = (end - time.monotonic()) / (len(grid) - place)
             if seconds > 0:
-                cells.append(measure(model, sources, beams, batch, options, args.rounds, seconds))
+                given = model, sources, beams, batch, options, args.rounds, seconds
+                cells.append(measure(*given, quality))
             else:
                 cells.append(Cell(beams, batch))
             print("\n".join(_lines(cells[-1], args.minutes)), flush=True)
@@ -186,8 +229,14 @@ def _lines(cell: Cell, minutes: float) -> list[str]:
         figures = f"{before:12.1f}{after:10.1f}{outcome.ratio:15.2f}{spread:>16}"
         ties = f", near ties: {outcome.near_ties}" if outcome.near_ties else ""
         same = "the same" if outcome.equal else f"within rounding: {outcome.note}"
+        if cell.quality:
+            same = outcome.note
         says = f"{same} (rounds: {len(outcome.rounds)}{ties})"
     notes = cell.notes() if cell.ran else ["fastgen's loops did not run", *cell.notes()]
+    notes += [
+        f"{name}: {exact:.2f} in the model's precision, {rounded:.2f} in int8"
+        for name, (exact, rounded) in cell.quality.items()
+    ]
     return [f"{start}{figures}  {says}", *(f"{'':14}{note}" for note in notes)]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from fastgen.cli.bench.agreement import Agreements
 from fastgen.cli.bench.counts import Counts, counts
 from fastgen.cli.bench.measure import Outcome, both, compare, synchronize
+from fastgen.cli.bench.rounded import Quality, Rounded
 from fastgen.cli.bild.sweep import batches_of
 from fastgen.corpus.models import first_line
 
@@ -28,6 +29,7 @@ class Cell:
         outcome: result of the comparison; None if the cell was not measured.
         counted: what fastgen counted during the measurement.
         problem: why the cell was not measured; empty if time ran out.
+        quality: of a cell in int8, scores of the texts in the model's precision and in int8.
     """
 
     beams: int
@@ -36,6 +38,7 @@ class Cell:
     outcome: Outcome | None = None
     counted: Counts = field(default_factory=Counts)
     problem: str = ""
+    quality: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
@@ -68,6 +71,7 @@ class Cell:
             "outcome": None if self.outcome is None else self.outcome.to_dict(),
             **asdict(self.counted),
             "problem": self.problem,
+            "quality": self.quality,
         }
 
 
@@ -79,6 +83,7 @@ def measure(
     options: dict[str, Any],
     rounds: int,
     seconds: float,
+    quality: Quality | None = None,
 ) -> Cell:
     """Generate from all sources with transformers' own code and with fastgen, in turn.
 
@@ -91,11 +96,14 @@ def measure(
         rounds: the most rounds to run. There are fewer if time is short, but at least one, after a
             warm-up round that shows how long a round takes.
         seconds: time to spend.
+        quality: compares and scores outputs in int8; None if outputs have to agree.
     """
     begin = time.perf_counter()
-    batches = [one.inputs for one in batches_of(sources, batch, model)]
+    parts = batches_of(sources, batch, model)
+    batches, places = [one.inputs for one in parts], [p for one in parts for p in one.places]
     options = options | {"num_beams": beams}
-    agreements, wait = Agreements(model, batches, options), partial(synchronize, str(model.device))
+    agreements = Agreements(model, batches, options) if quality is None else Rounded(model, batches)
+    wait = partial(synchronize, str(model.device))
 
     def compared(rounds: int) -> Outcome:
         arms = both(lambda: [model.generate(**inputs, **options) for inputs in batches])
@@ -110,4 +118,5 @@ def measure(
     except Exception as error:  # a model that fails in one cell must not end the others
         problem = f"{type(error).__name__}: {first_line(error)}"
         return Cell(beams, batch, counted=counts().since(before), problem=problem)
-    return Cell(beams, batch, agreements.tokens, outcome, counts().since(before))
+    scores = {} if quality is None else quality(agreements, places)
+    return Cell(beams, batch, agreements.tokens, outcome, counts().since(before), quality=scores)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from fastgen.cli.generate import fastseq, generation_options, on_ray, scoring
 from fastgen.cli.parser import CommandParser
+from fastgen.config import Precision, settings
 from fastgen.corpus import models
 from fastgen.corpus.formats import formats, writers
 from fastgen.corpus.formats.readers import STDIN
@@ -155,6 +157,12 @@ def _model(parser: argparse.ArgumentParser) -> None:
         choices=_DTYPES,
         default="float32",
         help="dtype of the model (%(default)s)",
+    )
+    add(
+        "--precision",
+        choices=get_args(Precision),
+        default=settings().precision,
+        help="int8: weights rounded to int8, faster on a CPU, with another output (%(default)s)",
     )
     add("--fp16", dest="dtype", action="store_const", const="float16", help="--dtype float16")
     add("--device", help="cpu, cuda, cuda:1 ... (default: cuda if available)")

@@ -126,7 +126,7 @@ def _options(args: argparse.Namespace) -> Options:
     assistant = args.assistant_model
     return Options(
         folder if local else args.model, generation, device=args.device, dtype=args.dtype,
-        threads=args.threads, batch_tokens=args.batch_tokens,
+        precision=args.precision, threads=args.threads, batch_tokens=args.batch_tokens,
         max_source_tokens=args.max_source_tokens, truncate=args.truncate,
         append_eos=args.append_eos, prefix=task.prefix if args.prefix is None else args.prefix,
         forced_bos_token=args.forced_bos_token, source_lang=args.source_lang,
