@@ -173,7 +173,6 @@ def test_reasons(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa
     for family, ops, reason in (
         ("marian", "auto", ""),
         ("bloom", "auto", "its layers are not written in C"),
-        ("mixtral", "auto", "experts have no products in int8"),
         ("marian", "reference", "FASTGEN_OPS=reference"),
     ):
         monkeypatch.setenv("FASTGEN_OPS", ops)

@@ -13,7 +13,6 @@ from fastgen import config
 from fastgen.models.build.equivalence_check import outcome, outcome_in_c
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers.experts import Experts
-from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.linear import Int8Linear, Linear
 from fastgen.models.runtime.decode_step import (
     CrossAttention,
@@ -37,8 +36,6 @@ def why_not_int8(step: DecoderStep) -> str:
         return "int8 products run on CPUs alone"
     if (reason := why_not_in_c(step)) or not is_written(step):
         return reason or "its steps are not written in C"
-    if any(isinstance(sublayer.mixer, Experts) for sublayer in step.sublayers):
-        return "experts have no products in int8"
     if any(isinstance(sublayer.mixer, Experts) for sublayer in step.sublayers):
         return "a mixture of experts has no products in int8"
     return _too_wide(_products_of_step(step))
