@@ -4,7 +4,9 @@ The models for counting launches have realistic numbers of heads and layers, but
 and compute nothing. Views and allocations do not count as launches.
 """
 
+import contextlib
 import functools
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch import Tensor
 
 import fastgen
 from benchmarks import session, smoke
+from fastgen.models.cuda_graphs import graph
 from fastgen.models.cuda_graphs.replay import Replay
 from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
@@ -97,6 +100,27 @@ def test_half_precision(
     assert model.generate(**_on_device(inputs)).tolist() == found
     assert dtypes == {torch.float16}
     fastgen.release()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_during_a_capture(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collecting another graph meanwhile would end the capture."""
+    Pretended(monkeypatch)
+    collected = list[bool]()
+
+    def function() -> None:
+        collected.append(gc.isenabled())
+        if fails:
+            raise RuntimeError("operation not permitted")
+
+    device = torch.device("cuda", 0)
+    pool = graph.CapturePool(device)
+    with pytest.raises(graph.NotCaptured) if fails else contextlib.nullcontext():
+        graph.capture(function, device, pool)
+    assert collected == [False]
+    assert gc.isenabled()
 
 
 def test_offloaded_cache(
