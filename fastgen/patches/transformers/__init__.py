@@ -185,5 +185,15 @@ PATCHES = (
         help="continuous batching on a CPU, also with beams and of encoder-decoder models",
         covers="generate_batch",
     ),
+    Patch(
+        name="transformers.request_manager",
+        toolkit=TOOLKIT,
+        target="transformers.generation.continuous_batching.continuous_api:"
+        "ContinuousMixin.init_continuous_batching",
+        replacement="fastgen.patches.transformers.streaming.manager:init_continuous_batching",
+        parameters=("self", "generation_config", "continuous_batching_config"),
+        help="a ContinuousBatchingManager whose requests run on fastgen's continuous batching",
+        covers="ContinuousBatchingManager",
+    ),
     *_OF_ENCODERS,
 )

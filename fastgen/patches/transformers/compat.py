@@ -218,6 +218,11 @@ def kept_manager(model: Any) -> Any:
     return getattr(model, "_cached_continuous_batching_manager", None)
 
 
+def keep_manager(model: Any, manager: Any) -> None:
+    """Have a model keep a manager of continuous batching between calls."""
+    model._cached_continuous_batching_manager = manager
+
+
 def collects_outputs() -> bool:
     """Return whether hidden states or attentions of running modules are being collected."""
     return bool(cast(Any, output_capturing)._active_collector.get())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def address(folder: Path) -> Iterator[str]:
+def _start(folder: Path, **options: Any) -> tuple[Serve, str]:
+    """Start a server in this process; return it and its address."""
     port = _free_port()
     server = Serve(
-        str(folder), device="cpu", dtype="float64", host="127.0.0.1", port=port, non_blocking=True
-    )
+        str(folder), device="cpu", dtype="float64", host="127.0.0.1", port=port, non_blocking=True,
+        **options,
+    )  # fmt: skip
     _until_it_answers(f"http://127.0.0.1:{port}")
-    yield f"http://127.0.0.1:{port}"
+    return server, f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    server, found = _start(folder)
+    yield found
     server.kill_server()
 
 
@@ -183,3 +191,20 @@ def test_beams_are_streamed(address: str, folder: Path) -> None:
     assert pieces == whole
     _idle("transformers.beam_streamer")
     assert fastgen.status()["transformers.beam_streamer"].hits == before + 1
+
+
+def test_continuous_batching(address: str, folder: Path) -> None:
+    """`--continuous-batching` runs on fastgen's batches, with the answers of single requests."""
+    before = fastgen.status()["transformers.request_manager"]
+    server, batched = _start(folder, continuous_batching=True)
+    try:
+        asked = [(endpoint, stream) for endpoint in ENDPOINTS for stream in (False, True)] * 2
+        with ThreadPoolExecutor(8) as clients:
+            answers = list(clients.map(lambda one: _ask(batched, folder, one[0], stream=one[1]),
+                                       asked))  # fmt: skip
+    finally:
+        server.kill_server()
+    for (endpoint, _), answer in zip(asked, answers, strict=True):
+        assert answer == _ask(address, folder, endpoint)
+    after = fastgen.status()["transformers.request_manager"]
+    assert (after.hits, after.fallbacks) == (before.hits + 1, before.fallbacks)

@@ -15,6 +15,7 @@ from fastgen.models.cuda_graphs import graph, replay
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native_multistep_job import why_not_in_c
 from fastgen.patches.engine import engine
+from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of
 from fastgen.patches.transformers.generate import captured_module_step, first_tokens, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method, method_of
@@ -93,7 +94,11 @@ def decide(
             left_off += [] if shared else [not_shared(MODULES_CANNOT)]
             left_off.append(by_modules(reason_not))
     samples = beams if loop == "sample" and method is None else 1
-    reason = reason_not_to_drop(input_ids, processors, criteria, config, kwargs, samples)
+    request = call_of(model).suspension
+    reason = reason_not_to_drop(
+        input_ids, processors, criteria, config, kwargs, samples,
+        request is not None and request.draws_apart,
+    )  # fmt: skip
     if reason is None and not is_listed(model):
         reason = f"model type {model.config.model_type!r} has no spec"
     may_drop = reason is None and new_tokens > 1

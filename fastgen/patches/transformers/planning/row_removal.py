@@ -21,13 +21,15 @@ def reason_not_to_drop(
     config: Any,
     kwargs: dict[str, Any],
     samples: int,
+    draws_apart: bool = False,
 ) -> str | None:
     """Return why finished sentences stay in the batch, or None if they leave it.
 
     Args:
         samples: Number of samples per sentence.
+        draws_apart: Whether samples need not be those that the whole batch would draw.
     """
-    if config.do_sample:
+    if config.do_sample and not draws_apart:
         return "sampling draws for the whole batch"
     if samples > 1:
         return "several sequences per sentence"

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.continuous_batching import RequestStatus
@@ -14,10 +13,17 @@ from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.streaming.request_options import (
     RequestOptions,
+    batching_of,
+    check_beams,
     options_of,
     reason_for_paged,
 )
-from fastgen.patches.transformers.streaming.stream import MAX_TOKENS, generate_stream, token_ids
+from fastgen.patches.transformers.streaming.stream import (
+    MAX_TOKENS,
+    ends_of,
+    generate_stream,
+    token_ids,
+)
 
 _NAME = "transformers.generate_batch"
 
@@ -43,9 +49,7 @@ def generate_batch(
     """
     if not inputs:
         return {}
-    batching = continuous_batching_config or getattr(
-        generation_config or self.generation_config, "continuous_batching_config", None
-    )
+    batching = batching_of(self, generation_config, continuous_batching_config)
     options = options_of(self, generation_config, kwargs)
     reason = _reason_of_arguments(
         self, options, record_timestamps, persistent_manager, kwargs
@@ -53,36 +57,23 @@ def generate_batch(
     if reason is not None:
         check_beams(options, reason)
         engine.fallback(_NAME, reason, (type(self).__name__, "generate_batch"))
-        return original(
-            self,
-            inputs,
-            generation_config,
-            continuous_batching_config,
-            record_timestamps,
-            progress_bar,
-            persistent_manager,
-            warmup,
-            **kwargs,
-        )
+        with engine.disabled():  # also for the manager that it makes
+            return original(
+                self,
+                inputs,
+                generation_config,
+                continuous_batching_config,
+                record_timestamps,
+                progress_bar,
+                persistent_manager,
+                warmup,
+                **kwargs,
+            )
     self.eval()
     max_tokens = getattr(batching, "max_batch_tokens", None) or MAX_TOKENS
     results = _generated(self, inputs, options, max_tokens, record_timestamps, progress_bar)
     engine.hit(_NAME)
     return results
-
-
-def check_beams(options: RequestOptions, reason: str) -> None:
-    """Raise ValueError if several beams are requested that transformers' own code would ignore.
-
-    Args:
-        options: Options of the call.
-        reason: Why transformers' own code has to run.
-    """
-    if options.beams > 1:
-        raise ValueError(
-            f"num_beams = {options.beams} would be ignored by transformers' continuous batching, "
-            f"which has to run: {reason}"
-        )
 
 
 def _reason_of_arguments(
@@ -173,8 +164,7 @@ def generated_tokens(
         options: Options of the call.
     """
     begin = 1 if options.encoder_decoder else len(prompt)
-    ends = options.resolved.eos_token_id
-    ends = set[int]([] if ends is None else cast(Any, torch.as_tensor(ends)).flatten().tolist())
+    ends = set[int](cast(Any, ends_of(options.resolved)).tolist())
     texts: list[list[int]] = cast(Any, sequences[:, begin:]).tolist()
     for text in texts:
         end = next((place for place, token in enumerate(text) if token in ends), len(text))

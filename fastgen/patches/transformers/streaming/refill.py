@@ -8,7 +8,7 @@ Source: Hoang et al. 2018 (Amun), section 2.1.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,26 @@ class Batch:
         """Tokens per sentence, including padding."""
         return len(self.sentences[0])
 
+    @property
+    def cost(self) -> int:
+        """Tokens that a sentence counts as in the limit of all running batches."""
+        return self.width
+
+    def inputs(self, model: Any, fill: int) -> dict[str, Tensor]:
+        """Return `input_ids` and `attention_mask` (L, width) of the batch, on the model's device.
+
+        Args:
+            model: The model. Sources are padded on the right, prompts on the left.
+            fill: Token to pad with.
+        """
+        ids = torch.full((len(self.sentences), self.width), fill, dtype=torch.int64, device="cpu")
+        mask = torch.zeros_like(ids)
+        for row, sentence in enumerate(self.sentences):
+            begin = 0 if model.config.is_encoder_decoder else self.width - len(sentence)
+            at = slice(begin, begin + len(sentence))
+            ids[row, at], mask[row, at] = sentence, 1
+        return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+
 
 @dataclass(eq=False)
 class _Running(Cohort):
@@ -65,6 +85,9 @@ class _Running(Cohort):
 class Refill:
     """Generates batches of at most `tokens` tokens, with continuous batching where possible.
 
+    Attributes:
+        draws_apart: See `Request`.
+
     Args:
         model: The model.
         tokens: Maximum number of tokens, including padding, in all running batches together.
@@ -72,6 +95,8 @@ class Refill:
         config: Generation config of these calls.
         kwargs: Other arguments of these calls.
     """
+
+    draws_apart = False
 
     def __init__(
         self,
@@ -92,13 +117,15 @@ class Refill:
         self.refused: str | None = None
         self.occupancy = Occupancy()
 
-    def run(self, take: Callable[[int], Batch | None]) -> list[tuple[Batch, Any]]:
-        """Generate all batches, and return each with the result of `generate`.
+    def run(
+        self, take: Callable[[int], Batch | None], done: Callable[[Batch, Any], object]
+    ) -> None:
+        """Generate all batches.
 
         Args:
             take: Returns the next batch that fits into the given number of tokens, or None.
+            done: Gets each batch that is finished, with the result of `generate`.
         """
-        done: list[tuple[Batch, Any]] = []
         begun: list[Batch] = []
         disabled = engine.is_disabled()
         if not disabled and self.refused != NO_MEMORY:  # that reason is permanent
@@ -122,13 +149,13 @@ class Refill:
             )
             make_room()
         while (batch := begun.pop(0) if begun else take(self.tokens)) is not None:
-            done.append(
-                (batch, self._call(batch, self.refused or "batches run one after the other"))
-            )
-        return done
+            done(batch, self._call(batch, self.refused or "batches run one after the other"))
 
     def _side_by_side(
-        self, take: Callable[[int], Batch | None], begun: list[Batch], done: list[tuple[Batch, Any]]
+        self,
+        take: Callable[[int], Batch | None],
+        begun: list[Batch],
+        done: Callable[[Batch, Any], object],
     ) -> None:
         """Generate batches until there are no more, or until `refused` is set.
 
@@ -136,7 +163,7 @@ class Refill:
             take: As in `run`.
             begun: Updated to the batches that are suspended and not done, and one that starts
                 alongside them.
-            done: Gets each finished batch with its result.
+            done: As in `run`.
         """
         running: list[_Running] = []
         replay = JointReplay()
@@ -152,31 +179,36 @@ class Refill:
             self._advance(running, replay, done)
             begun[:] = [cohort.batch for cohort in running]
 
-    def _start(self, batch: Batch, running: list[_Running], done: list[tuple[Batch, Any]]) -> None:
+    def _start(
+        self, batch: Batch, running: list[_Running], done: Callable[[Batch, Any], object]
+    ) -> None:
         """Start a batch. If its loop is not suspended, it is done."""
         result = self._call(batch, self.refused)
         if isinstance(result, SuspendedDecode):
             assert isinstance(result.model, SharedStepper)
-            sizes = len(batch.places), batch.width
+            sizes = len(batch.places), batch.cost
             running.append(_Running(result.backend, *sizes, batch=batch, begun=result))
         else:
-            done.append((batch, result))
+            done(batch, result)
 
     def _advance(
-        self, running: list[_Running], replay: JointReplay, done: list[tuple[Batch, Any]]
+        self,
+        running: list[_Running],
+        replay: JointReplay,
+        done: Callable[[Batch, Any], object],
     ) -> None:
         """Run one decode step of all running batches."""
         for cohort in advance(running, replay):
             self.occupancy.note(cohort)
-            done.append((cohort.batch, cohort.begun.finish()))
+            done(cohort.batch, cohort.begun.finish())
         self.refused = self.refused or replay.refused
 
-    def _room(self, running: list[_Running]) -> int:
+    def _room(self, running: Sequence[Cohort]) -> int:
         """Return the maximum tokens of a batch that may start now; 0 if none may."""
         return 0 if self.refused is not None else self.occupancy.room(running, self.tokens)
 
     def _call(self, batch: Batch, refused: str | None) -> Any:
-        request = Request(refused)
+        request = Request(refused, draws_apart=self.draws_apart)
         with requesting(self.model, suspension=request):
             result = self.generate(batch)
         if refused is None:

@@ -28,6 +28,11 @@ class RequestOptions:
         return self.resolved.num_beams or 1
 
     @property
+    def new_tokens(self) -> int:
+        """Maximum number of generated tokens."""
+        return self.resolved.max_new_tokens or self.resolved.max_length - 1
+
+    @property
     def sequences(self) -> int:
         """Number of sequences N per request."""
         return self.resolved.num_return_sequences or 1
@@ -43,18 +48,40 @@ def options_of(
         config: The call's generation config, or None.
         arguments: Other arguments of the call. Those that are no generation options are ignored.
     """
-    given = {name: value for name, value in arguments.items() if name in _NAMES}
+    given = {name: value for name, value in arguments.items() if name in OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     own: Any = GenerationConfig() if config is None else copy.deepcopy(config)
     own.update(**given)
     if own.cache_implementation == "paged":
         own.cache_implementation = None
     own.return_dict_in_generate = False
+    own.use_cache = None  # `transformers serve` unsets it, as paged attention has its own
     resolved = compat.prepare_config(model, own, {})
     return RequestOptions(own, resolved, bool(model.config.is_encoder_decoder))
 
 
-_NAMES = frozenset(GenerationConfig().to_dict())
+OPTIONS = frozenset(GenerationConfig().to_dict())
+"""Names of generation options."""
+
+
+def check_beams(options: RequestOptions, reason: str) -> None:
+    """Raise ValueError if several beams are requested that transformers' own code would ignore.
+
+    Args:
+        options: Options of the call.
+        reason: Why transformers' own code has to run.
+    """
+    if options.beams > 1:
+        raise ValueError(
+            f"num_beams = {options.beams} would be ignored by transformers' continuous batching, "
+            f"which has to run: {reason}"
+        )
+
+
+def batching_of(model: Any, config: Any, batching: Any) -> Any:
+    """Return the `ContinuousBatchingConfig` of a call, which may be in its generation config."""
+    config = model.generation_config if config is None else config
+    return batching or getattr(config, "continuous_batching_config", None)
 
 
 def reason_for_paged(model: Any, options: RequestOptions, batching: Any) -> str | None:

@@ -132,23 +132,10 @@ class _Stream:
                 f"min_length = {config.min_length} would count a prompt's padding; "
                 "say min_new_tokens"
             )
-        # Left padding would affect processors that look at single tokens or that callers provide.
-        sees_padding = (
-            config.no_repeat_ngram_size == 1
-            or config.forced_bos_token_id is not None
-            or (
-                config.repetition_penalty not in (None, 1.0) and not INSTALLED.penalty_skips_padding
-            )
-            or "logits_processor" in kwargs
+        self.same_length = not self.encoder_decoder and (
+            sees_padding(config) or "logits_processor" in kwargs
         )
-        self.same_length = sees_padding and not self.encoder_decoder
-        ends = config.eos_token_id
-        self.ends = torch.tensor(
-            [] if ends is None else ends, dtype=torch.int64, device="cpu"
-        ).flatten()
-        fill = config.pad_token_id
-        # A negative end token never ends a text, and is no token to pad with.
-        self.fill = max(0, int(self.ends[0] if fill is None and len(self.ends) else fill or 0))
+        self.ends, self.fill = ends_of(config), fill_of(config)
         self.copies = config.num_return_sequences or 1
         if on_tokens is not None and self.copies > 1:
             raise ValueError(
@@ -164,13 +151,23 @@ class _Stream:
         error = None
         while error is None and (waiting := self._window(inputs)):
             results: dict[int, Any] = {}
-            for batch, output in isolated(self.refill.run, waiting.take):
+            for batch, output in self._generated(waiting):
                 results.update(zip(batch.places, self._each(batch, output), strict=True))
             for i in range(len(waiting.sentences)):
                 yield results.pop(i)
             self.begun, error = self.begun + len(waiting.sentences), waiting.error
         if error is not None:
             raise error
+
+    def _generated(self, waiting: "_Waiting") -> list[tuple[Batch, Any]]:
+        """Generate the sentences of a window; return each batch with the output for it."""
+        done: list[tuple[Batch, Any]] = []
+
+        def note(batch: Batch, output: Any) -> None:
+            done.append((batch, output))
+
+        isolated(self.refill.run, waiting.take, note)
+        return done
 
     def _window(self, inputs: Iterator[Sequence[int] | Tensor]) -> "_Waiting | None":
         """Read the next window of sentences; return None if there are no more."""
@@ -200,17 +197,7 @@ class _Stream:
         )
 
     def _generate(self, batch: Batch) -> Any:
-        ids = torch.full(
-            (len(batch.sentences), batch.width), self.fill, dtype=torch.int64, device="cpu"
-        )
-        mask = torch.zeros_like(ids)
-        for row, sentence in enumerate(batch.sentences):
-            padding = batch.width - len(sentence)
-            at = slice(0, len(sentence)) if self.encoder_decoder else slice(padding, batch.width)
-            ids[row, at], mask[row, at] = sentence, 1
-        device = self.model.device
-        inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        kwargs = self.kwargs
+        inputs, kwargs = batch.inputs(self.model, self.fill), self.kwargs
         if self.limit is not None:
             kwargs = kwargs | {"max_new_tokens": self.limit(batch.width)}
         if batch.first:
@@ -299,6 +286,30 @@ class _Stream:
         ended = torch.isin(generated, self.ends).to(torch.int8)
         first = torch.where(ended.any(1), ended.argmax(1) + 1, generated.shape[1])
         return prompt + int(first.max())
+
+
+def sees_padding(config: Any) -> bool:
+    """Return whether padding before a prompt would affect processors, which see single tokens."""
+    return (
+        config.no_repeat_ngram_size == 1
+        or config.forced_bos_token_id is not None
+        or (config.repetition_penalty not in (None, 1.0) and not INSTALLED.penalty_skips_padding)
+    )
+
+
+def ends_of(config: Any) -> Tensor:
+    """Return the end tokens (N,) int64 of a generation config."""
+    ends = config.eos_token_id
+    return torch.tensor([] if ends is None else ends, dtype=torch.int64, device="cpu").flatten()
+
+
+def fill_of(config: Any) -> int:
+    """Return the token to pad prompts with.
+
+    A negative end token never ends a text, and is no token to pad with.
+    """
+    ends, fill = ends_of(config), config.pad_token_id
+    return max(0, int(ends[0] if fill is None and len(ends) else fill or 0))
 
 
 class _Waiting:

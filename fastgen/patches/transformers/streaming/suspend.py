@@ -24,10 +24,13 @@ class Request:
 
     Attributes:
         refused: Why it may not be suspended, which the call counts; None if it may.
+        draws_apart: Whether samples need not be those that the whole batch draws in one plain call,
+            so that finished ones may leave it.
         calls: Calls of `generate` so far. The caller does not get the loop of a nested call.
     """
 
     refused: str | None = None
+    draws_apart: bool = False
     calls: int = 0
 
 

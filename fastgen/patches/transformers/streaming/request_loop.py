@@ -1,0 +1,273 @@
+"""The generation loop of a manager of requests: waiting requests join running ones at any step.
+
+Requests that start together form a batch. The decode steps of all batches run together
+(`decoding.batching.continuous_batching`), and each request ends by itself.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching import RequestStatus
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from fastgen.context import isolated
+from fastgen.decoding.batching.continuous_batching import Cohort
+from fastgen.models.memory.scratch import is_out_of_memory
+from fastgen.patches.engine.out_of_memory import NO_MEMORY
+from fastgen.patches.generation_call import requesting
+from fastgen.patches.transformers.streaming.generate_batch import generated_tokens
+from fastgen.patches.transformers.streaming.refill import Batch, Refill, what_wraps_generate
+from fastgen.patches.transformers.streaming.request_options import RequestOptions
+from fastgen.patches.transformers.streaming.stream import ends_of, fill_of, sees_padding
+
+COHORTS = 8
+"""Maximum number of batches whose decode steps run together."""
+
+
+@dataclass(eq=False)
+class Submission:
+    """A request, and what has become of it.
+
+    Attributes:
+        output: Its result so far.
+        ids: Token ids (L,) int64.
+        options: How it is generated.
+        alike: Requests with equal values may share a batch.
+        streaming: Whether each new token is delivered.
+        is_over: Whether it is finished, failed or cancelled.
+    """
+
+    output: GenerationOutput
+    ids: Tensor
+    options: RequestOptions
+    alike: Hashable
+    streaming: bool = False
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.ends = frozenset[int](cast(Any, ends_of(self.options.resolved)).tolist())
+        if not self.options.encoder_decoder and sees_padding(self.options.resolved):
+            self.alike = (self.alike, len(self.ids))
+
+    @property
+    def cost(self) -> int:
+        """Tokens that the request may hold in the KV cache; beams share those of the prompt."""
+        return len(self.ids) + self.options.beams * self.options.new_tokens
+
+
+@dataclass(eq=False)
+class _Requests(Batch):
+    members: list[Submission] = field(kw_only=True)
+
+    @property
+    def cost(self) -> int:
+        return max(one.cost for one in self.members)
+
+
+class RequestLoop(Refill):
+    """Generates submitted requests until it is stopped.
+
+    Args:
+        model: The model.
+        tokens: Maximum number of tokens that running requests may hold in the KV cache, padding
+            included. A request that could hold more runs by itself.
+        deliver: Called with each result, from the thread that generates.
+
+    Attributes:
+        changed: Guards the attributes below; notified when one changes.
+        waiting: Requests that have not started, the oldest first.
+        stopping: 1 to end once nothing waits or runs, 2 to end at the next step.
+        pauses: Number of callers for which no request may run or start.
+        is_idle: Whether no request runs.
+    """
+
+    draws_apart = True
+
+    def __init__(
+        self, model: Any, tokens: int, deliver: Callable[[GenerationOutput], object]
+    ) -> None:
+        super().__init__(model, tokens, self._generated, GenerationConfig(), {})
+        self.deliver = deliver
+        self.changed = threading.Condition()
+        self.waiting: list[Submission] = []
+        self.stopping = self.pauses = 0
+        self.is_idle = True
+        self._begun: list[Submission] = []
+
+    def serve(self) -> None:
+        """Generate requests until `stopping` is set."""
+        while self._is_needed():
+            try:
+                isolated(self.run, self._take, self._done)
+            except Exception as error:  # fails the running requests, not the waiting ones
+                self._fail(self._begun, error)
+            if self.stopping == 2:
+                self._fail(self._begun, RuntimeError(_STOPPED))
+            self._begun = []
+        with self.changed:
+            waiting, self.waiting, self.is_idle = self.waiting, [], True
+            self.changed.notify_all()
+        self._fail(waiting, RuntimeError(_STOPPED))
+
+    def cancel(self, name: str) -> None:
+        """Cancel the requests with an id; they leave their batch at the next step."""
+        with self.changed:
+            for one in (*self.waiting, *self._begun):
+                if one.output.request_id == name:
+                    one.is_over = True
+            self.waiting = [one for one in self.waiting if not one.is_over]
+            self.changed.notify_all()
+
+    def _is_needed(self) -> bool:
+        """Wait for requests; return False once there will be none."""
+        with self.changed:
+            self.is_idle = True
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.stopping or (self.waiting and not self.pauses))
+            self.is_idle = self.stopping == 2 or not self.waiting
+            return not self.is_idle
+
+    def _take(self, room: int) -> Batch | None:
+        """Return the oldest waiting request with those like it whose lengths are closest to its."""
+        with self.changed:
+            self._begun = [one for one in self._begun if not one.is_over]
+            if self.stopping == 2 or self.pauses or not self.waiting:
+                return None
+            oldest = self.waiting[0]
+            alike = [one for one in self.waiting if one.alike == oldest.alike]
+            # The sort is stable: of equals, the oldest comes first.
+            alike.sort(key=lambda one: abs(len(one.ids) - len(oldest.ids)))
+            members, cost = list[Submission](), 0
+            for one in alike:
+                cost = max(cost, one.cost)
+                alone = not members and room == self.tokens
+                if cost * (len(members) + 1) > room and not alone:
+                    break
+                members.append(one)
+            if not members:
+                return None
+            members.sort(key=lambda one: -len(one.ids))
+            taken = set(members)
+            self.waiting = [one for one in self.waiting if one not in taken]
+            self._begun += members
+            self.changed.notify_all()
+        now = time.perf_counter()
+        for one in members:
+            one.output.status, one.output.lifespan = RequestStatus.DECODING, (now, -1)
+        return _Requests(list(range(len(members))), [one.ids for one in members], members=members)
+
+    def _room(self, running: Sequence[Cohort]) -> int:
+        if self.refused is not None or len(running) >= COHORTS:
+            return 0
+        return max(0, self.tokens - sum(cohort.tokens for cohort in running))
+
+    def _call(self, batch: Batch, refused: str | None) -> Any:
+        result = super()._call(batch, refused)
+        if self.refused != NO_MEMORY:
+            self.refused = None  # the reason holds for requests with these options
+        return result
+
+    def _generated(self, batch: Batch) -> Any:
+        """Return the output of `generate`, or a suspended loop; None if the call failed."""
+        assert isinstance(batch, _Requests)
+        options = batch.members[0].options
+        inputs = batch.inputs(self.model, fill_of(options.resolved))
+
+        def is_wanted(row: int) -> bool:
+            return not batch.members[row].is_over and self.stopping < 2
+
+        def tell(row: int, place: int, tokens: Sequence[int]) -> None:
+            self._add(batch.members[row], place, list(tokens))
+
+        observed = what_wraps_generate(self.model, self.config, self.kwargs) is None
+        try:
+            with requesting(
+                self.model,
+                wanted=is_wanted if observed else None,
+                on_tokens=tell if observed and options.sequences == 1 else None,
+            ):
+                return self.model.generate(**inputs, generation_config=options.config)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            self._fail(batch.members, error)
+            return None
+
+    def _add(self, one: Submission, place: int, tokens: list[int]) -> None:
+        """Add final tokens to a request; a batch that was restarted has told some of them before.
+
+        Args:
+            one: The request.
+            place: Number of its tokens before these.
+            tokens: Token ids.
+        """
+        known = one.output.generated_tokens
+        if one.is_over or not (new := tokens[len(known) - place :]):
+            return
+        known += new
+        if one.output.timestamps is not None:
+            one.output.timestamps += [time.perf_counter()] * len(new)
+        if new[-1] in one.ends or len(known) == one.options.new_tokens:
+            self._finish(one)
+        elif one.streaming:
+            self.deliver(_copy(one.output))
+
+    def _done(self, batch: Batch, output: Any) -> None:
+        """Finish the requests of a batch that is over. Most of them have been told token by token.
+
+        Args:
+            batch: The batch.
+            output: Sequences of all its requests, (B * N, L) int64; None if it failed.
+        """
+        assert isinstance(batch, _Requests)
+        for row, one in enumerate(batch.members):
+            if one.is_over or output is None or self.stopping == 2:
+                continue
+            options = one.options
+            count = options.sequences
+            own = output[row * count : (row + 1) * count].cpu()
+            if not options.encoder_decoder:
+                own = own[:, batch.width - len(one.ids) :]
+            first, *others = generated_tokens(own, one.output.prompt_ids, options)
+            for number, tokens in enumerate(others):
+                name = f"{one.output.request_id}__child#{number}"
+                self._deliver_finished(replace(one.output, request_id=name), tokens)
+            if one.output.timestamps is not None:
+                untold = len(first) - len(one.output.generated_tokens)
+                one.output.timestamps += [time.perf_counter()] * untold
+            one.output.generated_tokens = first
+            self._finish(one)
+
+    def _finish(self, one: Submission) -> None:
+        one.is_over = True
+        self._deliver_finished(one.output, one.output.generated_tokens)
+
+    def _deliver_finished(self, output: GenerationOutput, tokens: list[int]) -> None:
+        output.status, output.generated_tokens = RequestStatus.FINISHED, tokens
+        output.lifespan = output.lifespan[0], time.perf_counter()
+        self.deliver(_copy(output))
+
+    def _fail(self, submissions: Sequence[Submission], error: BaseException) -> None:
+        for one in submissions:
+            if not one.is_over:
+                one.is_over = True
+                one.output.status, one.output.error = RequestStatus.FAILED, str(error)
+                one.output.lifespan = one.output.lifespan[0], time.perf_counter()
+                self.deliver(_copy(one.output))
+
+
+_STOPPED = "the manager was stopped before the request was complete"
+
+
+def _copy(output: GenerationOutput) -> GenerationOutput:
+    times = output.timestamps
+    return replace(
+        output,
+        generated_tokens=list(output.generated_tokens),
+        timestamps=None if times is None else list(times),
+    )
