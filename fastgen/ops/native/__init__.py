@@ -362,6 +362,16 @@ def packed(by: Library, weight: Tensor) -> Tensor:
         (P, ceil(K / 2), W, 2), where zeros pad an odd K.
     """
     (outputs, inputs), pair = weight.shape, _inputs_together(weight.dtype)
+    if (
+        pair == 2
+        and inputs % 2 == 0
+        and weight.is_contiguous()
+        and weight.storage_offset() % 2 == 0
+    ):
+        pairs = packed(
+            by, weight.detach().view(torch.int32)
+        )  # moves both numbers at once, twice as fast
+        return pairs.view(weight.dtype).unflatten(2, (by.panel, 2))
     full, width = outputs // by.panel, by.panel
     padded = padded_inputs(inputs, weight.dtype)
     panels = weight.new_empty(-(-outputs // width), padded // pair, width, pair)
