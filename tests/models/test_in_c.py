@@ -78,6 +78,7 @@ NOT_WRITTEN = {
     "codegen",
     "falcon",
     "gpt_neox",
+    "persimmon",
     # A norm or a multiplier of a sublayer's output before the residual sum.
     "gemma2",
     "gemma3_text",
@@ -91,6 +92,7 @@ NOT_WRITTEN = {
     "cohere2",
     "olmo",
     "hunyuan_v1_dense",
+    "nemotron",
     # Routers that take no softmax of all experts, and mixtures with a multiplier or other norms.
     "dots1",
     "ernie4_5_moe",

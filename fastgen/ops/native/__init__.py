@@ -63,7 +63,9 @@ _RETURNS_NOTHING = (
     "log_softmax", "product", "product_of_bytes", "exponential_noise", "add_tokens", "add_repeats",
 )  # fmt: skip
 
-ACTIVATIONS: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+ACTIVATIONS: dict[str | None, int] = {
+    None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "relu_squared": 5,
+}  # fmt: skip
 """Codes of the activation functions after a product, as in product.h."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
