@@ -41,6 +41,15 @@ def multiplies(dtype: torch.dtype) -> str:
     return "none" if capabilities.get("avx2") else "unknown"
 
 
+@cache
+def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Return the bytes of the largest cache of a core; 32 MiB if the system does not tell."""
+    units = {"K": 2**10, "M": 2**20}
+    sizes = [file.read_text("utf-8").strip() for file in folder.glob("index*/size")]
+    known = [int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units]
+    return max(known, default=2**25)
+
+
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Return the number of cores of this process: its CPU affinity, up to a container's quota."""
     cores = (

@@ -24,7 +24,7 @@ from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.models.runtime.ragged_step import Span
 from fastgen.ops import cpu_rules
 from fastgen.ops.counts import calls
-from fastgen.patches.transformers.generate import prompt_lookup
+from fastgen.patches.transformers.drafting import prompt_lookup
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
 from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture

@@ -33,6 +33,7 @@ class Drafting:
         draft: The source of drafts.
         length: How many tokens are drafted.
         pace: Decides before each round whether to draft; None to draft always.
+        waits: Whether the call only measures what its tokens cost without drafts.
         rounds: Passes that verified a draft.
         steps: Tokens that each text gained without a draft.
         drafted: Drafted tokens of all texts.
@@ -42,6 +43,7 @@ class Drafting:
     draft: Draft
     length: DraftLength
     pace: Pace | None = None
+    waits: bool = False
     rounds: int = 0
     steps: int = 0
     drafted: int = 0
@@ -118,12 +120,12 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
 
     def _draft(self, drafting: Drafting) -> Tensor | None:
         """Return the draft of this round (R, K); None if there is none."""
-        search, pace = self.search, drafting.pace
+        search = self.search
         texts = search.present
         longest = search.longest if search.stop.longest is None else search.stop.longest
         # The pass that verifies K tokens gives K + 1.
         most = min(longest - search.ids.shape[1] - 1, self.model.most_drafted(texts))
-        if most < 1 or (pace is not None and not pace.drafts(texts)):
+        if most < 1 or not self._may_draft(drafting):
             return None
         length = min(most, drafting.length.best())
         drafts = drafting.draft.propose(search, length)
@@ -133,6 +135,10 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
             return None
         self._misses = 0
         return drafts
+
+    def _may_draft(self, drafting: Drafting) -> bool:
+        pace = drafting.pace
+        return not drafting.waits and (pace is None or pace.drafts(self.search.present))
 
     def _up_to_ends(self, drafts: Tensor) -> Tensor:
         """Pad texts after their end, and drop the tokens at which all texts have ended."""
@@ -161,7 +167,7 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
 
     def _most_plain(self, drafting: Drafting) -> int:
         """Return for how many plain steps no draft is made: more after many misses."""
-        if drafting.pace is not None and not drafting.pace.drafts(self.search.present):
+        if not self._may_draft(drafting):
             return MOST
         return min(1 << (self._misses // 4), 8)
 

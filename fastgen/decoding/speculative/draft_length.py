@@ -2,8 +2,15 @@
 
 from dataclasses import dataclass, field
 
-FORGET = 0.9
+FORGET = 0.97
 """Weight of what was known after each new observation."""
+
+SHARE, CERTAINTY = 0.04, 100.0
+"""Expected cost of a token more, relative to a pass of no token, and how certain that is.
+
+The certainty counts as that of observed passes whose squared distances from their mean length add
+up to it.
+"""
 
 
 @dataclass
@@ -59,8 +66,9 @@ class DraftLength:
             total = self._weight + tried
             self.acceptance += (accepted - tried * self.acceptance) / total
             self._weight = total
-            each = drafting / drafted
-            self.cost = each if self.cost == 0.0 else self.cost + 0.25 * (each - self.cost)
+            each, first = drafting / drafted, self.cost == 0.0
+            # A slower draft may have been interrupted, a faster one was not.
+            self.cost += (1.0 if first or each < self.cost else 0.1) * (each - self.cost)
         n = float(drafted + 1)
         added = (1.0, n, n * n, verifying, n * verifying)
         self._sums = [FORGET * old + new for old, new in zip(self._sums, added, strict=True)]
@@ -68,9 +76,7 @@ class DraftLength:
     def _pass(self) -> tuple[float, float]:
         """Return the constant and the part of each token of the seconds of a pass."""
         weight, n, squares, seconds, products = self._sums
-        spread = squares - n * n / weight
-        slope = (products - n * seconds / weight) / spread if spread > 0.5 else 0.0
-        # Without observations of different lengths, and against noise: a token more costs at least
-        # a hundredth of a pass.
-        slope = max(slope, 0.01 * seconds / weight)
+        expected = SHARE * seconds / (weight + SHARE * n)
+        spread, product = squares - n * n / weight, products - n * seconds / weight
+        slope = max(0.0, (product + CERTAINTY * expected) / (spread + CERTAINTY))
         return max(0.0, (seconds - slope * n) / weight), slope

@@ -79,6 +79,12 @@ def int8_bytes(step: DecoderStep) -> int:
     return sum(int8.bytes_to_pack(each.outputs, each.inputs) for each in layers)
 
 
+def pack_int8(step: DecoderStep) -> None:
+    """Make the copies of the weights that a step of `int8_step` reads, unless they are there."""
+    for product in _products_of_step(step):
+        product.in_panels()
+
+
 def int8_encoder(encoder: Encoder) -> Encoder:
     """Return an encoder on weights in int8.
 

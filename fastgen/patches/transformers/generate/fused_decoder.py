@@ -256,11 +256,12 @@ class FusedDecoder:
         """Whether C can run several decode steps per call, token selection included."""
         return self.ready and self._written and native.library() is not None
 
-    def prepared(self, steps: int) -> Prepared | None:
+    def prepared(self, steps: int, step: DecoderStep | None = None) -> Prepared | None:
         """Prepare decode steps for C.
 
         Args:
             steps: Maximum number of steps; the cache has room for them.
+            step: Another decode step over the same cache; None for the model's own.
 
         Returns:
             The prepared steps; None if C cannot run them.
@@ -278,7 +279,7 @@ class FusedDecoder:
             cache.text, cache.source, None, self.source_mask,
             None if ancestry is None else ancestry.times,
         )  # fmt: skip
-        return prepared(self.step, context, mask, own, steps)
+        return prepared(step or self.step, context, mask, own, steps)
 
     def extend(self, spans: Sequence[Span], step: DecoderStep | None = None) -> Tensor:
         """Run spans of tokens, with one beam per sentence.

@@ -23,8 +23,10 @@ from fastgen.patches.generation_call import (
 )
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call, bild_resting
+from fastgen.patches.transformers.drafting import prompt_lookup
+from fastgen.patches.transformers.drafting.drafting import drafting_of
 from fastgen.patches.transformers.encoders import unpadded_encoder
-from fastgen.patches.transformers.generate import legacy_loops, legacy_search, prompt_lookup
+from fastgen.patches.transformers.generate import legacy_loops, legacy_search
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, setting_of
 from fastgen.patches.transformers.generate.searches import decoding_of
@@ -269,7 +271,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     with engine.running(plan):
         model = legacy_loops.stepper(widened, plan, step)
         if isinstance(model, SharedStepper) and loop == "sample" and method is None and not rests:
-            model.drafting = prompt_lookup.drafting_of(call, request.source)
+            model.drafting = drafting_of(call, model, step, request.source)
         if loop == "sample" and method is None:
             compat.warn_of_compilation(call.model, call.config, call.model_kwargs)
         decoding = decoding_of(loop, call, model)

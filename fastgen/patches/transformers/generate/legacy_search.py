@@ -13,7 +13,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMi
 from fastgen.constraints import constraints_of
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import current
-from fastgen.patches.transformers.generate import prompt_lookup
+from fastgen.patches.transformers.drafting import prompt_lookup
 
 Method = Literal["diverse beam search", "constrained beam search", "contrastive search"]
 

@@ -35,6 +35,7 @@ from fastgen.patches.generation_call import in_step
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.drafting.rounded_stepper import RoundedStepper
 from fastgen.patches.transformers.generate.captured_module_step import CapturedModules
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder, source_mask
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
@@ -103,6 +104,7 @@ class SharedStepper(ModuleStepper):
         self.fused: FusedDecoder | None = None
         self.captured: CapturedModules | None = None
         self.drafting: Drafting | None = None
+        self._rounded: RoundedStepper | None = None
         self._steps = 0  # generated tokens in the cache before the last `verify`
         self._behind = 0  # replayed steps that `kwargs` do not count yet
         self.alone = plan.beams > 1 and has_own_attention(model)
@@ -286,6 +288,15 @@ class SharedStepper(ModuleStepper):
         assert self.fused is not None
         rows = min(native.most_rows(self.fused.step.dtype), MOST_VERIFIED)
         return int(rows) // texts - 1
+
+    def rounded(self) -> RoundedStepper:
+        """Return the steps on rounded weights, which write after the tokens in the cache."""
+        assert self.cache is not None
+        assert self.fused is not None
+        if self._rounded is None:
+            self._rounded = RoundedStepper(self.fused, self.cache)
+        self._rounded.start = self.cache.text[0].steps
+        return self._rounded
 
     def verify(self, ids: Tensor, drafts: Tensor) -> Tensor:
         """Run the newest token of ids (R, L) and drafts (R, K).

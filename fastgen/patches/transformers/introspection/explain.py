@@ -14,9 +14,11 @@ from transformers import DynamicCache, StaticCache
 from fastgen import config
 from fastgen.decoding.loop import backend_type_of
 from fastgen.decoding.plan import Plan, Unsupported
+from fastgen.models.build.int8_step import int8_bytes
 from fastgen.models.layers import linear
 from fastgen.models.memory import budget
 from fastgen.models.routing import routes
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.early_exit import early_exit
 from fastgen.models.specs.registry import spec_of
 from fastgen.ops import linear as linear_ops
@@ -25,7 +27,8 @@ from fastgen.patches.engine.status import readable
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild, bild_call
 from fastgen.patches.transformers.cache.shared_cache import held, parts_of
-from fastgen.patches.transformers.generate import legacy_search, prompt_lookup
+from fastgen.patches.transformers.drafting import drafting, prompt_lookup
+from fastgen.patches.transformers.generate import legacy_search
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.searches import decoding_of
@@ -148,16 +151,16 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
         raise TypeError(f"{type(model).__name__} has no generate")
     bare = without_wrappers(model)
     linears = _linears(bare)
-    drafting = _asked(bare, generate_kwargs)
+    two_models = _asked(bare, generate_kwargs)
     try:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise Unsupported("PEFT's prompt learning prepares the call in a way of its own")
-        if drafting is not None:
+        if two_models is not None:
             _check_patch("transformers.sample")
-            return _of_two_models(bare, drafting, linears, generate_kwargs)
+            return _of_two_models(bare, two_models, linears, generate_kwargs)
         prepared = prepare(bare, model, generate_kwargs)
         with torch.no_grad(), _as_in_generate(bare):
-            plan, _ = decide(
+            plan, step = decide(
                 bare,
                 prepared.loop,
                 prepared.input_ids,
@@ -166,7 +169,9 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
                 prepared.config,
                 prepared.kwargs,
             )
-            selection = _selection(_call(bare, prepared), prepared.loop, plan)
+            call = _call(bare, prepared)
+            drafts = _own_drafts(call, prepared.loop, step)
+            selection = _selection(call, prepared.loop, plan, bool(drafts))
         if legacy_search.method_of(prepared.config) is not None:
             _check_patch("transformers.generation_mode")
         note = _check_patch(
@@ -175,7 +180,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     except Unsupported as unsupported:
         return Explanation(type(bare).__name__, None, unsupported.reason, None, None, linears)
     ours, stock = _kv_bytes(bare, prepared, plan)
-    notes = (*plan.left_off, note) if note else plan.left_off
+    notes = (*plan.left_off, *(each for each in (drafts, note) if each))
     if generates_segments(bare):
         notes = (
             "this is the first segment's first attempt: each of them comes to a loop by itself",
@@ -264,12 +269,23 @@ class _InC(ModuleStepper):
     begin_steps = None
 
 
-def _selection(call: Call, loop: Literal["beam", "sample"], plan: Plan) -> str:
+def _own_drafts(call: Call, loop: Literal["beam", "sample"], step: DecoderStep | None) -> str:
+    """Return the note on drafts of the model itself; empty if there are none."""
+    greedy = loop == "sample" and legacy_search.method_of(call.config) is None
+    if step is None or not greedy or drafting.why_not_self(call, step):
+        return ""
+    where = "" if config.settings().self_draft == "on" else " where it is measured to be faster"
+    size = readable(int8_bytes(step))
+    return f"the model drafts by itself on weights in int8, copies of {size}{where}"
+
+
+def _selection(call: Call, loop: Literal["beam", "sample"], plan: Plan, drafts_itself: bool) -> str:
     """Return how the decode backend of a plan would select tokens."""
     kind = _InC if plan.fused and not plan.not_in_c else ModuleStepper
     stepper: Any = kind(call.model, plan, call.input_ids, call.config, dict(call.model_kwargs))
     if kind is _InC and loop == "sample":
-        stepper.drafting = prompt_lookup.drafting_of(call, None)
+        drafts = prompt_lookup.drafting_of(call, None)
+        stepper.drafting = drafts or drafts_itself or None
     return backend_type_of(decoding_of(loop, call, stepper).search, stepper).description
 
 

@@ -26,7 +26,8 @@ from fastgen.models.build.introspection import is_toolkits
 from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.generate import legacy_loops, legacy_search, prompt_lookup
+from fastgen.patches.transformers.drafting import prompt_lookup
+from fastgen.patches.transformers.generate import legacy_loops, legacy_search
 from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.resolve_setting import Settings
 from fastgen.patches.transformers.generate.stopping_criteria import normalized_config

@@ -1,0 +1,103 @@
+"""Measure greedy search over a model's own drafts on int8 weights, against greedy search alone.
+
+    python -m benchmarks.self_draft MODEL --input FILE --append-eos --copies 3
+
+MODEL is a folder of a Marian model. With --copies N it is widened first (`benchmarks/widen.py`), so
+that its weights do not fit the processor's cache. The outputs are compared in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+import fastgen
+from benchmarks.harness import begin, option, parser_of, positive, write_result
+from benchmarks.widen import widened
+from fastgen import config
+from fastgen.cli.bench.measure import Verdict, compare
+from fastgen.cli.bild import pair
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all; return 1 if an output differed."""
+    args = _arguments().parse_args(argv)
+    begin(args.threads)
+    model: Any = pair.load_model(args.model, "cpu", "float32")
+    if args.copies > 1:
+        model = widened(model, args.copies)
+    model = model.to(getattr(torch, args.dtype)).eval()
+    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(args.model)
+    lines = pair.read_lines(args.input)[: args.sentences]
+    lines = [line + tokenizer.eos_token * args.append_eos for line in lines]
+    cells: dict[str, Any] = {}
+    for texts in args.texts:
+        batches = [
+            tokenizer(lines[i : i + texts], return_tensors="pt", padding=True).data
+            for i in range(0, len(lines), texts)
+        ]
+        cell = cells[f"{texts} texts"] = _cell(model, batches, args)
+        speed = "outputs differ"
+        if cell["equal"]:
+            speed = "{ratio:.2f} [{low:.2f}, {high:.2f}]".format(**cell)
+        accepted = cell["counts"]["tokens_accepted"] / max(1, cell["counts"]["tokens_drafted"])
+        print(f"{args.dtype:<10}{texts} texts   {speed:<22}{accepted:.3f} of the drafts stand")
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    write_result(args, "self_draft", {"cells": cells, "sentences": len(lines), "bytes": size})
+    return 0 if all(cell["equal"] for cell in cells.values()) else 1
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = parser_of("benchmarks.self_draft", __doc__)
+    parser.add_argument("model", type=Path, metavar="MODEL")
+    parser.add_argument("--input", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--append-eos", action="store_true", help="end sources with </s>")
+    parser.add_argument(
+        "--sentences", type=positive, default=40, metavar="N", help="first lines (default: 40)"
+    )
+    parser.add_argument("--copies", type=positive, default=3, metavar="N", help="default: 3")
+    parser.add_argument(
+        "--texts", type=positive, nargs="+", default=[1, 4], help="texts per call (default: 1 4)"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    option(parser, "rounds", default=3, help="default: 3")
+    option(parser, "threads")
+    option(parser, "out")
+    return parser
+
+
+def _cell(
+    model: Any, batches: Sequence[dict[str, Any]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the speed-up over whole rounds with its interval, and the counters of the drafts."""
+
+    def run(mode: str) -> list[Any]:
+        os.environ["FASTGEN_SELF_DRAFT"] = mode
+        config.reload()
+        settings: dict[str, Any] = {"num_beams": 1, "max_new_tokens": 128, "do_sample": False}
+        return [
+            model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **settings)
+            for batch in batches
+        ]
+
+    def same(alone: list[Any], drafted: list[Any]) -> Verdict:
+        return Verdict(all(map(torch.equal, alone, drafted)), note="other tokens")
+
+    for mode in ("off", "on"):
+        run(mode)  # packs weights, and checks the first steps
+    before = fastgen.status().bild
+    outcome = compare(lambda: run("off"), lambda: run("on"), args.rounds, same)
+    after = fastgen.status().bild
+    counts = {name: count - before.get(name, 0) for name, count in after.items()}
+    return outcome.to_dict() | {"counts": counts}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

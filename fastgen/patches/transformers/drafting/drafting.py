@@ -1,0 +1,104 @@
+"""How the tokens of a greedy call are drafted: by prompt lookup, by the model itself, or both."""
+
+from typing import Any
+
+from torch import Tensor
+
+from fastgen import config
+from fastgen.decoding.backends.drafted_greedy import Drafting
+from fastgen.decoding.speculative.adaptive_drafting import Pace
+from fastgen.decoding.speculative.draft_length import DraftLength
+from fastgen.decoding.speculative.drafts import Longest
+from fastgen.decoding.speculative.self_draft import SelfDraft
+from fastgen.models.build.int8_step import int8_bytes, int8_step, pack_int8, why_not_int8
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.state import Kept, state_of
+from fastgen.ops import processor
+from fastgen.patches.transformers.drafting import prompt_lookup
+from fastgen.patches.transformers.generate.loop_call import Call
+from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
+
+MOST_TEXTS = 4
+"""Most texts of a call for which the model drafts by itself: with more, steps compute, not read."""
+
+LONGEST = 32
+"""Most tokens of a draft of the model itself."""
+
+OUTGROWN = 2.0
+"""Least size of the weights, relative to the last-level cache, at which a step reads memory."""
+
+PACKING_RATE = 1e9
+"""Bytes of weights that are rounded and packed per second."""
+
+PACKING_SHARE = 0.02
+"""Share of the time of a model's greedy calls that packing its weights in int8 may take."""
+
+
+class SelfDrafts(Kept):
+    """Costs and acceptance of a model's own drafts, by the number of texts as a power of two."""
+
+    def __init__(self) -> None:
+        self.by_texts: dict[int, tuple[Pace, DraftLength]] = {}
+
+    def of(self, texts: int) -> tuple[Pace, DraftLength]:
+        """Return those of calls with about this number of texts."""
+        known = self.by_texts.get(texts.bit_length())
+        if known is None:
+            pace = Pace()
+            pace.note_start(0.0, 1)  # the drafts have no prompt of their own
+            known = self.by_texts[texts.bit_length()] = pace, DraftLength(LONGEST)
+        return known
+
+    @property
+    def total(self) -> float:
+        """Seconds of all rounds so far."""
+        return sum(pace.total for pace, _ in self.by_texts.values())
+
+
+def drafting_of(
+    call: Call, model: SharedStepper, step: DecoderStep | None, source: Tensor | None
+) -> Drafting | None:
+    """Return how the tokens of a call are drafted; None if they are not.
+
+    Args:
+        call: A call of greedy search or sampling.
+        model: Its stepper.
+        step: Its fused decode step; None if there is none.
+        source: (B, S) int64, the tokens that the call gives to an encoder; or None.
+    """
+    drafting = prompt_lookup.drafting_of(call, source)
+    if step is None or why_not_self(call, step):
+        return drafting
+    own = SelfDraft(model.rounded)
+    pace, length = state_of(call.model).of(SelfDrafts).of(len(call.input_ids))
+    is_asked = config.settings().self_draft == "on"
+    packing = int8_bytes(step) * step.dtype.itemsize / PACKING_RATE
+    waits = PACKING_SHARE * state_of(call.model).of(SelfDrafts).total < packing
+    if is_asked or (drafting is None and not waits):
+        pack_int8(int8_step(step))
+    if drafting is not None:
+        if is_asked:
+            drafting.draft = Longest([drafting.draft, own])
+        return drafting
+    if is_asked:
+        return Drafting(own, length)
+    return Drafting(own, length, pace, waits=waits)
+
+
+def why_not_self(call: Any, step: DecoderStep) -> str:
+    """Return why the model does not draft by itself in a call; empty if it may."""
+    settings, texts = config.settings(), len(call.input_ids)
+    if settings.self_draft == "off":
+        return "FASTGEN_SELF_DRAFT=off"
+    if settings.precision != "model":
+        return f"FASTGEN_PRECISION={settings.precision}"
+    if call.config.do_sample or call.config.num_return_sequences != 1:
+        return "greedy search with one sequence per text alone"
+    if texts > MOST_TEXTS:
+        return f"{texts} texts, more than {MOST_TEXTS}"
+    if reason := why_not_int8(step):
+        return reason
+    size, cache = int8_bytes(step) * step.dtype.itemsize, processor.last_level_cache()
+    if settings.self_draft == "auto" and size < OUTGROWN * cache:
+        return "the weights fit into the processor's cache, or nearly so"
+    return ""
