@@ -1,6 +1,6 @@
 """The execution plan of a generation call, fixed before the call has any effect."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Unsupported(Exception):
@@ -38,6 +38,8 @@ class Plan:
         not_in_c: Why fused decode steps on a CPU run as torch operations instead of in C; empty
             if they run in C.
         int8: Whether decode steps run on weights rounded to int8, which changes the output.
+        family: What the verdict on a family without a spec depends on; None for other families, and
+            where keys and values are not shared.
     """
 
     method: str
@@ -50,6 +52,7 @@ class Plan:
     left_off: tuple[str, ...] = ()
     not_in_c: str = ""
     int8: bool = False
+    family: tuple[object, ...] | None = field(default=None, repr=False, compare=False)
 
     @property
     def rows(self) -> int:

@@ -23,12 +23,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square_(),
     "silu": F.silu,
 }
 
 
 def activation_reference(x: Tensor, kind: str) -> Tensor:
-    """Return the activation function `kind` (gelu, gelu_tanh, relu, silu) of x, of any shape."""
+    """Return the activation function `kind` (a key of `FUNCTIONS`) of x, of any shape."""
     return FUNCTIONS[kind](x)
 
 
@@ -37,13 +38,15 @@ def activation_(x: Tensor, kind: str, exactly: bool = True) -> Tensor:
 
     Args:
         x: floating point, any shape. Modified in place.
-        kind: gelu, gelu_tanh, relu or silu.
+        kind: gelu, gelu_tanh, relu, relu_squared or silu.
         exactly: if True, the result equals `activation_reference` bit by bit. If False, gelu of up
             to `FEW` contiguous fp32 values on a CPU may differ by rounding: torch passes contiguous
             inputs to oneDNN (11 us for 1,280 values) but computes strided ones itself (5 us).
     """
     if kind == "relu":
         return torch.relu_(x)
+    if kind == "relu_squared":
+        return torch.relu_(x).square_()
     if kind == "silu":
         return F.silu(x, inplace=True)
     approximate = "tanh" if kind == "gelu_tanh" else "none"
@@ -68,7 +71,7 @@ def fused_activation_reference(
 
     Args:
         x: (..., D) floating point. Not modified.
-        kind: gelu, gelu_tanh, relu or silu.
+        kind: gelu, gelu_tanh, relu, relu_squared or silu.
         bias: (D,), the bias of the preceding linear layer, or None.
         gate: (..., D) of x's shape, for gated feed-forward layers (Shazeer 2020), or None.
 
@@ -121,7 +124,7 @@ def kind_of(function: Callable[[Tensor], Tensor]) -> str | None:
     count as the same function.
 
     Returns:
-        gelu, gelu_tanh, relu or silu; None if the function is none of them.
+        gelu, gelu_tanh, relu, relu_squared or silu; None if the function is none of them.
     """
     probe = torch.cat(
         [
@@ -163,6 +166,8 @@ def _activation_kernel(
         )
     if KIND == "relu":
         y = tl.where(x < 0, 0.0, x)  # NaN stays NaN
+    elif KIND == "relu_squared":
+        y = tl.where(x < 0, 0.0, x * x)
     elif KIND == "silu":
         y = x * tl.sigmoid(x)
     elif KIND == "gelu":

@@ -54,7 +54,7 @@ def int8_linear_reference(
         x: (..., K), fp32, bf16 or fp16.
         weight: Values (N, K) and scales (N,), as `rounded` returns them.
         bias: (N,) of x's dtype, or None.
-        activation: gelu, gelu_tanh, relu or silu, applied to the result; or None.
+        activation: a key of `ops.activation.FUNCTIONS`, applied to the result; or None.
         residual: (..., N), added to the result; or None.
 
     Returns:

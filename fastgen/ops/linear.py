@@ -149,7 +149,7 @@ def linear(
         x: (..., K), of the weight's dtype.
         weight: the result of `pack`, for the product in C; or (N, K), for torch's own.
         bias: (N,), or None.
-        activation: gelu, gelu_tanh, relu or silu, applied to the result; or None.
+        activation: a key of `ops.activation.FUNCTIONS`, applied to the result; or None.
         residual: (..., N), added to the result; not with an activation.
         out: (..., N) contiguous, receives the result; None to allocate it.
 

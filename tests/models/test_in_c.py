@@ -78,6 +78,7 @@ NOT_WRITTEN = {
     "codegen",
     "falcon",
     "gpt_neox",
+    "persimmon",
     # A norm or a multiplier of a sublayer's output before the residual sum.
     "gemma2",
     "gemma3_text",
@@ -91,6 +92,7 @@ NOT_WRITTEN = {
     "cohere2",
     "olmo",
     "hunyuan_v1_dense",
+    "nemotron",
     # Routers that take no softmax of all experts, and mixtures with a multiplier or other norms.
     "dots1",
     "ernie4_5_moe",
@@ -187,6 +189,25 @@ def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.Mon
     assert torch.equal(found.sequences, wanted.sequences)
     for one, other in zip(found.logits, wanted.logits, strict=True):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+def test_halves_that_no_panel_begins_with(variant: str) -> None:  # noqa: F811
+    """The plan says why steps run in torch: the gate of Phi-3 is one weight with another layer."""
+    by = native.found().library
+    assert by is not None
+    for size, reason in (
+        (by.panel, ""),
+        (by.panel + 8, f"gates that are merged have {by.panel + 8} outputs, no multiple of"),
+    ):
+        sizes = zoo._without("head_dim", "intermediate_size")
+        model = tf.Phi3ForCausalLM(tf.Phi3Config(**sizes, intermediate_size=size)).eval()
+        calls.clear()
+        for _ in range(2):
+            model.generate(**zoo.batch(model, 3, 9), max_new_tokens=6)
+        call = last_call()
+        assert call is not None
+        assert call.plan.not_in_c.startswith(reason) if reason else not call.plan.not_in_c
+        assert (_steps() > 0) == (not reason)
 
 
 HALVES = [torch.bfloat16, torch.float16]

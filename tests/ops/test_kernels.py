@@ -754,7 +754,7 @@ def _check_activation(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "relu_squared", "silu"])
 def test_activation(kind: str, dtype: torch.dtype, device: str) -> None:
     _check_activation(activation, device, kind, dtype)
 

@@ -138,6 +138,18 @@ def test_linear(variant: str, dtype: torch.dtype) -> None:  # noqa: F811
     assert calls == {("linear", "native"): 1}
 
 
+@pytest.mark.parametrize("shape", [(130, 70), (130, 71), (64, 2), (16, 1)])
+def test_layouts_of_weights(variant: str, shape: tuple[int, int]) -> None:  # noqa: F811
+    """A weight is packed alike whether or not its pairs can be moved as they lie in memory."""
+    weight, by = _randn(*shape, dtype=torch.bfloat16), _by()
+    wanted = native.packed(by, weight)
+    shifted = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(shape)
+    for other in (weight.T.contiguous().T, shifted):
+        assert torch.equal(native.packed(by, other), wanted)
+    form = linear_ops.PanelWeight(wanted, *shape)
+    assert torch.equal(form.unpacked(), weight)
+
+
 def test_other_dtypes_are_left_to_torch(variant: str) -> None:  # noqa: F811
     form = linear_ops.pack(_randn(64, 32, dtype=torch.bfloat16))
     assert form is not None

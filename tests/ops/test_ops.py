@@ -742,7 +742,7 @@ def test_linear_into_memory(rows: int, n: int, activation: str | None, with_bias
 # Activation functions.
 
 
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "relu_squared", "silu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 5, 7), (64, 129)])
 def test_activation(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -770,7 +770,7 @@ def test_few_values_of_gelu(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(activation_(turned.clone(), "gelu", exactly=False), F.gelu(turned))
 
 
-@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "silu"])
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu", "relu_squared", "silu"])
 def test_activation_special_values(kind: str) -> None:
     x = torch.tensor([torch.nan, INF, -INF, 0.0, -0.0, 1e38, -1e38])
     wanted = activation_reference(x, kind)
@@ -780,7 +780,7 @@ def test_activation_special_values(kind: str) -> None:
 KINDS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_accurate": "gelu_tanh", "gelu_python_tanh": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu", "silu": "silu", "swish": "silu",
+    "relu": "relu", "relu2": "relu_squared", "silu": "silu", "swish": "silu",
 }  # fmt: skip
 
 

@@ -344,6 +344,11 @@ MORE: dict[str, Callable[[], Any]] = {
     "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(
         tf.Qwen3MoeConfig(**_EXPERTS, norm_topk_prob=True, mlp_only_layers=[0])
     ),
+    "jais2": lambda: tf.Jais2ForCausalLM(tf.Jais2Config(**_DECODER)),
+    "nemotron": lambda: tf.NemotronForCausalLM(tf.NemotronConfig(**_DECODER)),
+    "persimmon": lambda: tf.PersimmonForCausalLM(
+        tf.PersimmonConfig(**_without("head_dim", "num_key_value_heads"))
+    ),
     "solar_open": lambda: tf.SolarOpenForCausalLM(tf.SolarOpenConfig(**_GROUPED)),
     "xglm": lambda: tf.XGLMForCausalLM(
         tf.XGLMConfig(

@@ -483,7 +483,7 @@ _FUNCTIONS = (
 """Functions of a model's file that a step reimplements, or calls while it is built."""
 
 
-_OWN_NORMS = ("CohereLayerNorm", "Cohere2LayerNorm", "OlmoLayerNorm")
+_OWN_NORMS = ("CohereLayerNorm", "Cohere2LayerNorm", "NemotronLayerNorm1P", "OlmoLayerNorm")
 """Transformers norms that are neither LayerNorm nor RMSNorm; their own forward runs."""
 
 

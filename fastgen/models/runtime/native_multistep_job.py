@@ -172,6 +172,10 @@ def why_not_in_c(step: DecoderStep) -> str:
         return "FASTGEN_MEMORY=0" if config.settings().memory == 0 else "FASTGEN_LINEAR=plain"
     if step.together is None:
         return "its layers are not written in C"
+    if isinstance(step.together, InC) and (by := native.library()) is not None:
+        reason = step.together.records.why_not_packable(by)
+        if reason is not None:
+            return reason
     products: list[Any] = [
         *(step.together.records.products if isinstance(step.together, InC) else ()),
         step.head,

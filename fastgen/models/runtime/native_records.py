@@ -74,7 +74,7 @@ def norm_fits(norm: NormLike | None, width: int, dtype: torch.dtype) -> bool:
     return all(x is None or (x.shape == (width,) and x.dtype == dtype) for x in held)
 
 
-def _is_cut(mixer: Any, panel: int) -> bool:
+def _is_cut(mixer: object, panel: int) -> TypeGuard[FeedForward]:
     """Return whether the second half of a wide layer starts within a panel."""
     return (
         type(mixer) is FeedForward and mixer.halves and mixer.activated.outputs % (2 * panel) != 0
@@ -238,13 +238,20 @@ class Records:
         self.width: int = self.products[0].inputs  # Elements per row.
         self.dtype: torch.dtype = self.products[0].dtype  # Of weights, keys and values.
 
-    def _is_packable(self, by: native.Library) -> bool:
-        """Return whether the records can be built for a library once all weights are packed."""
+    def why_not_packable(self, by: native.Library) -> str | None:
+        """Return why the records cannot be built for a library, even if all weights are packed."""
+        for mixer in (sublayer.mixer for sublayer in self.sublayers):
+            if _is_cut(mixer, by.panel):
+                half = mixer.activated.outputs // 2
+                return f"gates that are merged have {half} outputs, no multiple of {by.panel}"
+        return None if self._is_readable(by) else "the shape or dtype of a weight is not read by C"
+
+    def _is_readable(self, by: native.Library) -> bool:
+        """Return whether C reads all weights, biases and norms, once they are packed."""
         modules = [product.module for product in self.products]
         biases = [module.bias for module in modules]
         return (
-            not any(_is_cut(sublayer.mixer, by.panel) for sublayer in self.sublayers)
-            and all(self._has_width(sublayer, by.panel) for sublayer in self.sublayers)
+            all(self._has_width(sublayer, by.panel) for sublayer in self.sublayers)
             and all(
                 x is None
                 or (
@@ -312,7 +319,7 @@ class Records:
         ):
             return True
         self.made = None
-        if not self._is_packable(by):
+        if self.why_not_packable(by) is not None:
             return False
         modules = [product.module for product in self.products]
         # Asks for all panels, as each request counts as a use of the weight.

@@ -103,6 +103,8 @@ _LLAMA_MLP = Mlp(
 _LLAMA_ATTENTION = Attention("self_attn", "input_layernorm", out="o_proj")
 _LLAMA = Stack("model", _LLAMA_ATTENTION, _LLAMA_MLP, final_norm="norm")
 
+_UNGATED = Mlp("mlp.up_proj", "mlp.down_proj", "mlp.act_fn", _LLAMA_MLP.norm)
+
 _FUSED_GATE = replace(
     _LLAMA_MLP, up="mlp.gate_up_proj", gate="mlp.gate_up_proj", activation="mlp.activation_fn"
 )
@@ -373,6 +375,19 @@ DECODER_ONLY = {
         )
     ),
     "qwen3_moe": ModelSpec(replace(_MOE, experts=_SOFTMAX)),
+    **dict.fromkeys(("jais2", "nemotron"), ModelSpec(replace(_LLAMA, mlp=_UNGATED))),
+    "persimmon": ModelSpec(
+        replace(
+            _LLAMA,
+            self_attention=replace(
+                _LLAMA_ATTENTION, qkv=("query_key_value",), out="dense",
+                qkv_groups=lambda module: module.num_heads,
+                qk_norm=("q_layernorm", "k_layernorm"),
+            ),
+            mlp=Mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "mlp.act", _LLAMA_MLP.norm),
+            final_norm="final_layernorm",
+        )
+    ),
     "xglm": ModelSpec(
         replace(
             BART_DECODER, path="model", cross_attention=None,

@@ -63,7 +63,9 @@ _RETURNS_NOTHING = (
     "log_softmax", "product", "product_of_bytes", "exponential_noise", "add_tokens", "add_repeats",
 )  # fmt: skip
 
-ACTIVATIONS: dict[str | None, int] = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4}
+ACTIVATIONS: dict[str | None, int] = {
+    None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "relu_squared": 5,
+}  # fmt: skip
 """Codes of the activation functions after a product, as in product.h."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -362,6 +364,16 @@ def packed(by: Library, weight: Tensor) -> Tensor:
         (P, ceil(K / 2), W, 2), where zeros pad an odd K.
     """
     (outputs, inputs), pair = weight.shape, _inputs_together(weight.dtype)
+    if (
+        pair == 2
+        and inputs % 2 == 0
+        and weight.is_contiguous()
+        and weight.storage_offset() % 2 == 0
+    ):
+        pairs = packed(
+            by, weight.detach().view(torch.int32)
+        )  # moves both numbers at once, twice as fast
+        return pairs.view(weight.dtype).unflatten(2, (by.panel, 2))
     full, width = outputs // by.panel, by.panel
     padded = padded_inputs(inputs, weight.dtype)
     panels = weight.new_empty(-(-outputs // width), padded // pair, width, pair)

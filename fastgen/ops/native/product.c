@@ -32,6 +32,7 @@ static __attribute__((noinline)) vec activation(vec x, int64_t kind) {
     case GELU: return 0.5f * x * (1.0f + error_function(x * 0.70710678f));
     case GELU_TANH: return x * logistic(1.59576912f * (x + 0.044715f * x * x * x));
     case SILU: return x * logistic(x);
+    case RELU_SQUARED: x = higher(splat(0.0f), x); return x * x;
     default: return x;
   }
 }

@@ -7,7 +7,7 @@
 #include "team.h"
 
 /* Activation functions after a product; ops/native/__init__.py has the same codes. */
-enum { NOTHING, RELU, GELU, GELU_TANH, SILU };
+enum { NOTHING, RELU, GELU, GELU_TANH, SILU, RELU_SQUARED };
 
 /* How a weight is stored and multiplied: numbers of the dtype; bytes; bytes, by the instruction that
  * `can_dot` tells of. ops/native/__init__.py has the same codes. */

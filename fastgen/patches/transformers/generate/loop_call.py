@@ -15,7 +15,7 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.unlisted.checked_stepper import CheckedStepper
-from fastgen.patches.transformers.unlisted.families import Key, is_listed, key_of, verdict
+from fastgen.patches.transformers.unlisted.families import verdict
 
 
 @dataclass
@@ -89,8 +89,9 @@ class Call:
         arguments = self.model, plan, self.input_ids, self.config, dict(self.model_kwargs)
         if not plan.shared:
             stepper = ModuleStepper(*arguments)
-        elif (key := self._unchecked(plan)) is not None:
-            stepper = CheckedStepper(*arguments, key)
+        # A call of another thread may have found a verdict since the plan was made.
+        elif plan.family is not None and verdict(self.model, plan.family) != "":
+            stepper = CheckedStepper(*arguments, plan.family)
         else:
             stepper = SharedStepper(*arguments, step)
         if self.config.return_dict_in_generate and (
@@ -98,11 +99,3 @@ class Call:
         ):
             stepper.outputs = []
         return stepper
-
-    def _unchecked(self, plan: Plan) -> Key | None:
-        """Return the key of a family without a spec that has to be checked; None otherwise."""
-        if is_listed(self.model):
-            return None
-        key = key_of(self.model, plan.beams, self.model_kwargs)
-        # A call of another thread may have found a difference since the plan was made.
-        return None if verdict(self.model, key) == "" else key

@@ -76,8 +76,9 @@ def decide(
     reason = _reason_not_to_know(model, method) or reason_not_to_share(
         model, input_ids, config, kwargs, beams
     )
+    family = None
     if reason is None and not is_listed(model):
-        reason = reason_of_family(model, method, input_ids, config, kwargs, beams)
+        reason, family = reason_of_family(model, method, input_ids, config, kwargs, beams)
     if reason is None and beams == 1 and method is None and not drafts:
         reason = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
     if reason is not None:
@@ -136,6 +137,7 @@ def decide(
         left_off=tuple(left_off),
         not_in_c="" if step is None else why_not_in_c(step),
         int8=int8_step.is_requested() and not refused,
+        family=family,
     )
     return plan, step
 

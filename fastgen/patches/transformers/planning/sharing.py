@@ -17,6 +17,7 @@ from fastgen.patches.transformers.cache.shared_cache import parts_of
 from fastgen.patches.transformers.generate import captured_module_step, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method
 from fastgen.patches.transformers.unlisted.families import (
+    Key,
     configs_of,
     key_of,
     verdict,
@@ -107,11 +108,21 @@ def reason_not_to_share(
 def reason_of_family(
     model: Any, method: Method | None, input_ids: Tensor, config: Any, kwargs: dict[str, Any],
     beams: int,
-) -> str | None:  # fmt: skip
-    """Return why a call of a family without a spec does not share, or None if it does.
+) -> tuple[str | None, Key | None]:  # fmt: skip
+    """Return why a call of a family without a spec does not share, or None and its key if it does.
 
     Its first call runs both ways, which needs calls that depend on nothing but their arguments.
     """
+    reason = _reason_not_to_compare(model, method, input_ids, config, kwargs)
+    if reason is not None:
+        return reason, None
+    key = key_of(model, beams, kwargs)
+    return verdict(model, key) or None, key
+
+
+def _reason_not_to_compare(
+    model: Any, method: Method | None, input_ids: Tensor, config: Any, kwargs: dict[str, Any]
+) -> str | None:
     if method is not None:
         return f"model type {model.config.model_type!r} has no spec"
     if compat.is_user_provided(cache := compat.cache_of(kwargs)):
@@ -121,7 +132,7 @@ def reason_of_family(
         return "the text may outgrow the sliding window"
     if config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
         return "hidden states or attentions are returned"
-    return draws(model) or verdict(model, key_of(model, beams, kwargs)) or None
+    return draws(model)
 
 
 def other_kind_of(cache: Any) -> str | None:

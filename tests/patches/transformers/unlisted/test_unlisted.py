@@ -16,6 +16,7 @@ from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.report import last_call
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
+from fastgen.patches.transformers.planning import sharing
 from fastgen.patches.transformers.unlisted import checked_stepper, families
 from fastgen.patches.transformers.unlisted.families import FamilyVerdicts
 from tests.support import zoo
@@ -70,6 +71,22 @@ def test_calls(name: str, padding: str, dtype: torch.dtype, runs: list[str]) -> 
         assert runs.count("shared") == 8
         assert last_call().plan.shared
     assert _verdicts_now() == [""]
+
+
+def test_a_call_looks_at_all_modules_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call, which is checked, and the second find their key when they are planned."""
+    keys = list[Any]()
+
+    def key_of(*given: Any) -> Any:
+        keys.append(families.key_of(*given))
+        return keys[-1]
+
+    monkeypatch.setattr(sharing, "key_of", key_of)
+    model = zoo.unproven()
+    for number in (1, 2):
+        model.generate(**zoo.batch(model, 2, 7), max_new_tokens=6)
+        assert last_call().plan.family == keys[0]
+        assert len(keys) == number
 
 
 def test_a_verdict_holds_for_all_models_of_a_class_that_compute_alike(runs: list[str]) -> None:
