@@ -1,7 +1,7 @@
 """Products in C with weights of 16 bits against torch, for every instruction set."""
 
 import math
-import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from fastgen.ops import cpu_rules, native, processor
 from fastgen.ops import linear as linear_ops
 from fastgen.ops.activation import FUNCTIONS
 from fastgen.ops.counts import calls
+from fastgen.ops.native import build
 from tests.ops.test_native import variant  # noqa: F401  a fixture
 
 INF = torch.inf
@@ -202,7 +203,37 @@ def test_another_library_where_the_compiler_has_no_pairs(
     assert native.instruction_set() == "avx512_bf16"
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
-def test_flags_that_a_compiler_knows() -> None:
-    assert native.build._knows(["cc"], ["-O3"])
-    assert not native.build._knows(["cc"], ["-mno-such-instructions"])
+_OLD_ASSEMBLER = """#!/bin/sh
+case "$*" in
+  *-dumpmachine*) echo x86_64-linux-gnu; exit ;;
+  *-fsyntax-only*) exit ;;
+  *-mavx512bf16*) echo "Error: no such instruction: vdpbf16ps" >&2; exit 1 ;;
+esac
+while [ "$1" != -o ]; do shift; done
+echo new > "$2"
+"""
+"""A compiler that accepts all flags; its assembler does not know the products of pairs."""
+
+
+@pytest.mark.skipif(sys.platform not in build.SYSTEMS, reason="no operations in C")
+@pytest.mark.parametrize("fails", [False, True], ids=["optional", "all"])
+def test_libraries_that_do_not_compile_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A library that does not compile leaves no older one of its name behind."""
+    compiler, libraries = tmp_path / "cc", tmp_path / "lib"
+    compiler.write_text(_OLD_ASSEMBLER.replace("-mavx512bf16", "-mf") if fails else _OLD_ASSEMBLER)
+    compiler.chmod(0o755)
+    libraries.mkdir()
+    for name in build.VARIANTS:
+        (libraries / f"{name}.so").write_text("old\n")
+    monkeypatch.setenv("CC", str(compiler))
+    reason = build.build(libraries)
+    written = {path.name: path.read_text() for path in libraries.iterdir()}
+    if fails:
+        assert reason is not None
+        assert "no such instruction" in reason
+        assert written == {build.REASON: reason + "\n"}
+    else:
+        assert reason is None
+        assert written == {"avx512.so": "new\n", "avx2.so": "new\n"}

@@ -35,7 +35,8 @@ class Variant(NamedTuple):
     """A library: the architecture and the compiler flags of its instruction set.
 
     Attributes:
-        optional: whether another library takes its place where the compiler does not know a flag.
+        optional: whether another library takes its place where it does not compile, as the compiler
+            or its assembler does not know the instructions.
     """
 
     architecture: str
@@ -78,7 +79,7 @@ def fingerprint() -> int:
 
 
 def build(folder: Path = HERE / "lib", more: Sequence[str] = ()) -> str | None:
-    """Compile all variants into `folder`.
+    """Compile all variants into `folder`, and remove libraries that were not made.
 
     Args:
         folder: where the libraries are written.
@@ -93,14 +94,15 @@ def build(folder: Path = HERE / "lib", more: Sequence[str] = ()) -> str | None:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as temporary:
             reason = _compiled(Path(temporary), more)
             if reason is None:
-                for name in (path.stem for path in Path(temporary).iterdir()):
-                    os.replace(Path(temporary, f"{name}.so"), folder / f"{name}.so")
                 (folder / REASON).unlink(missing_ok=True)
-                return None
-            Path(temporary, REASON).write_text(reason + "\n", encoding="utf-8")
-            os.replace(Path(temporary, REASON), folder / REASON)
-        for name in VARIANTS:
-            (folder / f"{name}.so").unlink(missing_ok=True)
+            else:
+                Path(temporary, REASON).write_text(reason + "\n", encoding="utf-8")
+                os.replace(Path(temporary, REASON), folder / REASON)
+            for library in (f"{name}.so" for name in VARIANTS):
+                if reason is None and Path(temporary, library).is_file():
+                    os.replace(Path(temporary, library), folder / library)
+                else:
+                    (folder / library).unlink(missing_ok=True)
         return reason
     except OSError as error:
         return str(error)
@@ -126,21 +128,14 @@ def _compiled(folder: Path, more: Sequence[str]) -> str | None:
         sources = [str(HERE / source) for source in SOURCES if source.endswith(".c")]
         for name in variants(machine):
             flags = (*FLAGS, *VARIANTS[name].flags, *more, f"-DFINGERPRINT={fingerprint()}u")
-            if VARIANTS[name].optional and not _knows(compiler, VARIANTS[name].flags):
-                continue
-            _run([*compiler, *flags, *sources, "-o", str(folder / f"{name}.so"), "-lm"])
+            try:
+                _run([*compiler, *flags, *sources, "-o", str(folder / f"{name}.so"), "-lm"])
+            except RuntimeError:
+                if not VARIANTS[name].optional:
+                    raise
     except RuntimeError as error:
         return str(error)
     return None
-
-
-def _knows(compiler: Sequence[str], flags: Sequence[str]) -> bool:
-    """Return whether a compiler accepts flags."""
-    try:
-        _run([*compiler, *flags, "-fsyntax-only", "-x", "c", os.devnull])
-    except RuntimeError:
-        return False
-    return True
 
 
 def _run(command: Sequence[str]) -> str:
