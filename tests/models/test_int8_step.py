@@ -23,6 +23,7 @@ from fastgen.models.build.int8_step import (
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.build.step_builder import step_of
 from fastgen.models.layers.linear import is_linear, is_transposed
+from fastgen.models.memory import budget
 from fastgen.models.routing.routes import routed
 from fastgen.models.runtime.native_step import InC
 from fastgen.models.specs.registry import ENCODERS, spec_of
@@ -165,6 +166,37 @@ def test_memory(in_int8: None) -> None:
     assert held == sum(sizes)
     fastgen.release()
     assert not fastgen.status().memory["int8 weights"]
+
+
+@pytest.mark.parametrize("family", ["llama", "marian"])
+def test_too_little_memory_for_all_copies(
+    in_int8: None, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only some copies fit, none is made; the model's precision and the reason remain."""
+    model = zoo.build(family, torch.float32)
+    kwargs = zoo.batch(model, 3, 9, "natural") | {"max_new_tokens": 8}
+    for _ in range(2):
+        _logits(model, kwargs)
+    with fastgen.disabled():
+        wanted = _logits(model, kwargs)
+    fastgen.release()
+    stack: Any = model.get_encoder() if family == "marian" else model
+    sizes = [each.weight.shape for each in stack.modules() if is_linear(each)]
+    limit = sum(int8.bytes_to_pack(*size) for size in sizes) - 1
+    monkeypatch.setattr(budget, "shortage_now", lambda needed: _over_limit(needed, limit))
+    found = _logits(model, kwargs)
+    for ours, theirs in zip(found.logits, wanted.logits, strict=True):
+        assert distance(ours, theirs) < 1e-5
+    status = fastgen.status()
+    assert not status.memory["int8 weights"]
+    assert status.not_packed.endswith("of weights: too little memory")
+    note = "weights are not rounded to int8: too little memory"
+    assert note in str(fastgen.explain(model, **kwargs))
+
+
+def _over_limit(needed: int, limit: int) -> str | None:
+    held = budget.held_bytes()["int8 weights"]
+    return "too little memory" if held + needed > limit else None
 
 
 def test_reasons(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

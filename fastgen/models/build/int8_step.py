@@ -1,11 +1,12 @@
 """Decode steps and encoders on weights in int8, made from those on a model's own weights.
 
-They share embeddings, norms, biases, and the KV cache with the original. Their output is another:
-weights are rounded, and so are the inputs of all products.
+They share embeddings, norms, biases, and the KV cache with the original. Their output differs from
+the model's, as the weights and the inputs of all products are rounded.
 """
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from fastgen.models.build.equivalence_check import outcome, outcome_in_c
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.linear import Int8Linear, Linear
+from fastgen.models.layers.packed_weights import Int8Packed, has_copy, note_shortage
+from fastgen.models.memory import budget
 from fastgen.models.runtime.decode_step import (
     CrossAttention,
     DecoderStep,
@@ -118,24 +121,33 @@ def why_no_int8_encoder(encoder: Encoder) -> str:
 
 
 def step_to_run(step: DecoderStep) -> DecoderStep:
-    """Return the step that `FASTGEN_PRECISION` selects in place of one that has been compared."""
+    """Return the step that `FASTGEN_PRECISION` selects in place of one that has been compared.
+
+    Its copies are made here. If memory is short for one of them, the step runs as it is.
+    """
     if not is_requested() or isinstance(step.head, Int8Linear) or why_not_int8(step):
         return step
+    rounded = _int8_step(step)
+    if not _is_packed(_products_of_step(rounded), _makers(rounded)):
+        return step
     _warn()
-    return _int8_step(step)
+    return rounded
 
 
 def encoder_to_run(encoder: Encoder) -> Encoder:
     """Return the encoder that `FASTGEN_PRECISION` selects in place of the given one.
 
-    An encoder that has not been compared yet runs as it is.
+    An encoder that has not been compared yet, or for whose copies memory is short, runs as it is.
     """
     if not is_requested() or not outcome(encoder) or why_no_int8_encoder(encoder):
         return encoder
     if encoder.together is not None and outcome_in_c(encoder) is None:
         return encoder
+    rounded = _int8_encoder(encoder)
+    if not _is_packed([each for sub in rounded.sublayers for each in products_of(sub)]):
+        return encoder
     _warn()
-    return _int8_encoder(encoder)
+    return rounded
 
 
 def is_requested() -> bool:
@@ -151,7 +163,10 @@ def refusal(step: DecoderStep | None) -> str:
     """
     if not is_requested():
         return ""
-    reason = "decode steps do not run from the weights" if step is None else why_not_int8(step)
+    if step is None:
+        reason = "decode steps do not run from the weights"
+    else:
+        reason = why_not_int8(step) or _shortage([*_products_of_step(step), *_makers(step)])
     return f"weights are not rounded to int8: {reason}" if reason else ""
 
 
@@ -164,6 +179,41 @@ def _warn() -> None:
 
 def _products_of_step(step: DecoderStep) -> list[Any]:
     return [*(each for sub in step.sublayers for each in products_of(sub)), step.head]
+
+
+def _makers(step: DecoderStep) -> list[Any]:
+    """Return the products of a source's keys and values, which are packed once they are used."""
+    makers = (getattr(sublayer.mixer, "made_by", None) or () for sublayer in step.sublayers)
+    return [maker for of_layer in makers for maker in of_layer if isinstance(maker, Linear)]
+
+
+def _is_packed(products: list[Any], later: Sequence[Any] = ()) -> bool:
+    """Return whether all products have copies in int8, of which those that are missing are made.
+
+    A step of which a part is in int8 would be slow, and its output that of neither precision.
+    Hence none is made unless memory has room for all.
+
+    Args:
+        products: The products, in int8.
+        later: More products, whose copies have to fit too, but are not made yet.
+    """
+    if reason := _shortage([*products, *later]):
+        for product in _missing(products):
+            note_shortage(product.module, Int8Packed, reason)
+        return False
+    return all(product.in_panels() is not None for product in products)
+
+
+def _missing(products: Sequence[Any]) -> list[Any]:
+    """Return a product for each weight that has no copy in int8."""
+    missing = (each for each in products if not has_copy(each.module, Int8Packed))
+    return list({id(each.module.weight): each for each in missing}.values())
+
+
+def _shortage(products: Sequence[Any]) -> str:
+    """Return why memory is short for the copies that are missing; empty if it is not."""
+    needed = sum(int8.bytes_to_pack(each.outputs, each.inputs) for each in _missing(products))
+    return (budget.shortage_now(needed) or "") if needed else ""
 
 
 def _too_wide(products: list[Any]) -> str:

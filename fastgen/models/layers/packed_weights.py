@@ -203,10 +203,16 @@ def packed_of(module: Any, kind: type[Packed] = Packed) -> Packed:
     return entry
 
 
-def has_copy(module: nn.Module) -> bool:
+def has_copy(module: nn.Module, kind: type[Packed] = Packed) -> bool:
     """Return whether a packed copy of a layer's weight exists."""
-    entry = packing().by_weight.get((Packed, id(module.weight)))
+    entry = packing().by_weight.get((kind, id(module.weight)))
     return entry is not None and entry.copy is not None
+
+
+def note_shortage(module: nn.Module, kind: type[Packed], reason: str) -> None:
+    """Note, for `not_packed`, why a layer's weight has no copy."""
+    packed_of(module, kind).shortage = reason
+    packing().was_short = True
 
 
 def _shortage(needed: int, always: bool) -> str | None:
@@ -247,11 +253,15 @@ def packed_bytes() -> int:
     return sum(held[kind.label] for kind in KINDS)
 
 
-def shortage_of(layers: Iterable[nn.Module]) -> str | None:
-    """Return why memory was short for packing one of these layers; None if it was not."""
+def shortage_of(layers: Iterable[tuple[nn.Module, type[Packed]]]) -> str | None:
+    """Return why memory was short for a copy of one of these layers; None if it was not.
+
+    Args:
+        layers: Each layer, and the class of its copy.
+    """
     if not packing().was_short:
         return None
-    entries = (kept_of(layer, kind) for layer in layers for kind in KINDS)
+    entries = (kept_of(layer, kind) for layer, kind in layers)
     return next((entry.shortage for entry in entries if entry is not None and entry.shortage), None)
 
 

@@ -180,7 +180,9 @@ def why_not_in_c(step: DecoderStep) -> str:
         *(step.together.records.products if isinstance(step.together, InC) else ()),
         step.head,
     ]
-    shortage = shortage_of(product.module for product in products if isinstance(product, Packable))
+    shortage = shortage_of(
+        (product.module, product.copies) for product in products if isinstance(product, Packable)
+    )
     return "" if shortage is None else f"not all weights are packed: {shortage}"
 
 
