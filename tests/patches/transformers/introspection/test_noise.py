@@ -48,6 +48,13 @@ def test_a_function_in_place_of_generate_has_the_same_noise():
     assert found == wanted
 
 
+def test_a_compiled_model_has_the_same_noise():
+    """`torch.compile` wraps a model in a module whose class has no `generate`."""
+    model = _model("gpt2", torch.bfloat16)
+    inputs, options = zoo.batch(model, 4, 9), {"max_new_tokens": 12}
+    assert noise(torch.compile(model), inputs, options) == noise(model, inputs, options)
+
+
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
 def test_an_error_is_no_rounding(family, monkeypatch):
     """A wrong mask, which hides the last token but one of each source, counts as an error."""

@@ -147,6 +147,18 @@ class _Heard(BaseStreamer):
     def end(self) -> None: ...
 
 
+def test_other_precisions_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_PRECISION", "int8")
+    config.reload()
+    model, served = zoo.build("gpt2", torch.float32), hits()
+    for _ in range(2):
+        model.generate(**zoo.batch(model, 2, 6), max_new_tokens=6)
+    assert hits() == served + 2
+    reason = "run once: FASTGEN_PRECISION=int8 changes the output"
+    assert _outcomes() == {reason: 2}
+    assert reason in str(fastgen.status())
+
+
 def test_what_cannot_be_repeated_runs_once() -> None:
     model = zoo.build("gpt2")
     kwargs = zoo.batch(model, 1, 6, "none") | {"max_new_tokens": 5, "min_new_tokens": 5}
