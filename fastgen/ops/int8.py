@@ -19,6 +19,9 @@ from fastgen.ops.native import Int8Weight
 MOST_INPUTS = 2**17
 """Most inputs of a weight in int8: sums of their products fit int32."""
 
+ROUNDED_AT_ONCE = 2**18
+"""Elements of a weight that are rounded at once, as that takes several times their memory."""
+
 LEAST = 1e-30
 """Rows of smaller numbers are rounded to zeros, as the reciprocal of their scale may overflow."""
 
@@ -86,7 +89,24 @@ def pack(weight: Tensor) -> Int8Weight | None:
     weight, by = weight.detach(), native_for(*weight.shape)
     if by is None or not able(*weight.shape):
         return None
-    return native.packed_bytes(by, *rounded(weight))
+    outputs, inputs = weight.shape
+    count, groups, width = -(-outputs // by.panel), -(-inputs // 4), by.panel
+    device = weight.device
+    packed = Int8Weight(
+        torch.empty(count, groups, width, 4, dtype=torch.int8, device=device),
+        torch.empty(count * width, dtype=torch.float32, device=device),
+        torch.empty(count * width, dtype=torch.int32, device=device),
+        outputs,
+        inputs,
+    )
+    step = max(1, ROUNDED_AT_ONCE // (width * inputs))
+    for start in range(0, count, step):
+        panels = slice(start, start + step)
+        rows = slice(start * width, (start + step) * width)
+        part = native.packed_bytes(by, *rounded(weight[rows]))
+        packed.panels[panels] = part.panels
+        packed.scales[rows], packed.sums[rows] = part.scales, part.sums
+    return packed
 
 
 def bytes_to_pack(outputs: int, inputs: int) -> int:

@@ -1,10 +1,12 @@
 """Products with weights in int8 in C against torch, for every instruction set."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgen.ops import int8, native
 from fastgen.ops.activation import FUNCTIONS
@@ -101,6 +103,38 @@ def test_largest_numbers(by: native.Library, signs: tuple[int, int]) -> None:
         torch.testing.assert_close(found, torch.full((7, 33), float(inputs * signs[0] * signs[1])))
         weight[::2, 1::2] *= -1  # alternating signs within pairs
         _assert_equal(by, x, weight)
+
+
+class _LargestMade(TorchDispatchMode):
+    """Notes the bytes of the largest storage that an operation returns."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if isinstance(result, Tensor) and result.dtype != torch.bfloat16:
+            self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("shape", [(150, 513), (1100, 64), (64, 1030)], ids=str)
+def test_packing_by_parts(
+    by: native.Library, shape: tuple[int, int], transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight is packed some panels at a time, so no copy of it in fp32 is made."""
+    weight = _randn(*shape, seed=1, dtype=torch.bfloat16)
+    if transposed:
+        weight = weight.t().contiguous().t()
+    wanted = _packed(by, weight)
+    monkeypatch.setattr(int8, "ROUNDED_AT_ONCE", 2**12)
+    with _LargestMade() as made:
+        packed = int8.pack(weight)
+    assert packed is not None
+    assert packed.outputs == wanted.outputs
+    assert packed.inputs == wanted.inputs
+    assert all(map(torch.equal, packed[:3], wanted[:3]))
+    assert made.nbytes <= max(packed.panels.nbytes, 4 * by.panel * shape[1], 4 * 2**12)
 
 
 def test_most_inputs(by: native.Library) -> None:

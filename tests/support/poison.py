@@ -1,6 +1,7 @@
 """Fill uninitialised memory with NaN, or with an integer that no test expects."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make torch's `empty` and `empty_like` return poisoned memory."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda *args, **kwargs: (
-            t.fill_(torch.nan)
-            if (t := make(*args, **kwargs)).is_floating_point()
-            else t.fill_(-(2**30) - 7)
-        )
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            t = make(*args, **kwargs)
+            if t.is_floating_point():
+                return t.fill_(torch.nan)
+            return t.fill_(-128 if t.dtype == torch.int8 else -(2**30) - 7)
+
+        return made
 
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
