@@ -1,6 +1,7 @@
 """Products with weights in int8 in C against torch, for every instruction set."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,6 +104,15 @@ def test_largest_numbers(by: native.Library, signs: tuple[int, int]) -> None:
         torch.testing.assert_close(found, torch.full((7, 33), float(inputs * signs[0] * signs[1])))
         weight[::2, 1::2] *= -1  # alternating signs within pairs
         _assert_equal(by, x, weight)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="not Linux")
+@pytest.mark.parametrize(("name", "flag"), [("avx2", "avx_vnni"), ("avx512", "avx512_vnni")])
+def test_dot_products_are_detected(variant: str, name: str, flag: str) -> None:  # noqa: F811
+    library = native.found().library
+    if variant != name or library is None:
+        pytest.skip("another instruction set")
+    assert library.can_dot == (flag in Path("/proc/cpuinfo").read_text("utf-8").split())
 
 
 class _LargestMade(TorchDispatchMode):

@@ -470,7 +470,8 @@ def product(
 
     Args:
         x: (..., K), of the weight's dtype, unless that is in bytes.
-        panels: (P, K, W), a weight that is `packed`; or one in bytes.
+        panels: (P, K, W), or (P, ceil(K / 2), W, 2) in bf16, a weight that is `packed`; or one in
+            bytes.
         bias: (N,), or None.
         activation: an activation function of `ACTIVATIONS`, applied to the result; or None.
         residual: of out's shape, added after the activation; or None.

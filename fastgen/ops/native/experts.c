@@ -171,7 +171,8 @@ void multiply_up(void *given, Tasks *tasks) {
     const void *gate = after(job->of->experts->up, part.expert * 2 * F * C, step->dtype);
     Product product = {.out = job->wide + part.first * F, .x = job->pairs + part.first * C,
                        .panels = gate, .rows = part.rows, .outputs = F, .inputs = C, .out_row = F,
-                       .x_row = C, .gate_row = F, .activation = job->of->activation, .dtype = step->dtype};
+                       .x_row = C, .gate_row = F, .activation = job->of->activation,
+                       .dtype = step->dtype};
     multiply_panels(&product, part.begin, part.end);
     product.gate = product.out, product.activation = NOTHING;
     product.out = job->mixed + part.first * F, product.panels = after(gate, F * C, step->dtype);

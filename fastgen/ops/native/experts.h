@@ -6,7 +6,7 @@
 #include "step.h"
 
 /* A pair is a row and one of its K experts: pair r K + k. Rows of the products are pairs, those of
- * each expert side by side; `place` says where a pair is. Experts without pairs have no products. */
+ * each expert side by side; `place` says where a pair is. Experts without pairs have none. */
 typedef struct {
   const Step *step;
   const Sublayer *of;

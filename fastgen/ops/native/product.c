@@ -1,14 +1,14 @@
-/* Products of few or many rows with packed weights of fp32, bf16 or fp16, whose sums are fp32, or of
- * int8, whose sums are int32.
+/* Products of few or many rows with packed weights of fp32, bf16 or fp16, whose sums are fp32, or
+ * of int8, whose sums are int32.
  *
  * A weight (N, K) is packed in panels of `PANEL` outputs: all elements of a panel for the first
  * input, then for the second, and so on. A block of up to `TALL` rows times a panel is accumulated
  * in registers. Memory traffic is the panel, read sequentially, once for all blocks of a task. A
- * weight of 16 bits has half the traffic; its elements are widened as they are loaded.
+ * weight of 16 bits has half the traffic. Numbers of fp16 are widened as they are loaded.
  *
  * A panel of bf16 holds pairs: the first two inputs of the first output, of the second, and so on.
- * That is the order of instructions that multiply pairs. Without them, a vector of pairs becomes two
- * of fp32 by one operation each. An odd last input is paired with zeros.
+ * That is the order of instructions that multiply pairs. Without them, a vector of pairs becomes
+ * two of fp32 by one operation each. An odd last input is paired with zeros.
  *
  * A weight of int8 is packed alike, in groups of four inputs: four bytes of the first output, then
  * of the second. Each row of x is rounded to bytes, too. Sums of integers are exact, so that all
@@ -83,7 +83,8 @@ INLINE void finish_whole(const Product *job, vec total[TALL][WIDE], int64_t row,
       EACH total[r][i] += bias[i];
     }
     EACH total[r][i] = rounded(total[r][i], dtype);
-    if (job->activation) EACH total[r][i] = rounded(activation(total[r][i], job->activation), dtype);
+    if (job->activation)
+    EACH total[r][i] = rounded(activation(total[r][i], job->activation), dtype);
     if (job->gate) {
       const float *gate = job->gate + row * job->gate_row + column;
       EACH total[r][i] =
@@ -163,7 +164,8 @@ INLINE void add_pairs(vec total[TALL][WIDE], const float *x, int64_t x_row, cons
   }
 }
 #else
-INLINE void add_halves(vec total[TALL][WIDE], const float *x, int64_t x_row, const PairsOfInputs weight,
+INLINE void add_halves(vec total[TALL][WIDE], const float *x, int64_t x_row,
+                       const PairsOfInputs weight,
                        const int rows) {
   UNROLLED for (int r = 0; r < rows; r++) {
     vec input = splat(x[r * x_row]);
@@ -265,8 +267,8 @@ int64_t prepare_product(Product *job, unsigned threads) {
   return (panels + job->side - 1) / job->side * ((blocks + job->chunk - 1) / job->chunk);
 }
 
-/* Multiplies a piece of a panel with all rows of a task. The first block prefetches the piece itself,
- * the others prefetch what follows it. */
+/* Multiplies a piece of a panel with all rows of a task. The first block prefetches the piece
+ * itself, the others prefetch what follows it. */
 INLINE void multiply_piece(const Product *job, int64_t p, int64_t from, int64_t to, int64_t first,
                            int64_t last, const int dtype, const int kind) {
   const int64_t blocks = blocks_of(job), others = last - first - 1;
@@ -366,6 +368,7 @@ void product_of_bytes(parallel run, unsigned threads, float *out, const float *x
   const Product job = {.out = out, .x = x, .panels = panels, .bias = bias, .residual = residual,
                        .scales = scales, .sums = sums, .rows = rows, .outputs = outputs,
                        .inputs = inputs, .out_row = outputs, .x_row = x_row,
-                       .residual_row = outputs, .activation = activation, .dtype = dtype, .kind = kind};
+                       .residual_row = outputs, .activation = activation, .dtype = dtype,
+                       .kind = kind};
   multiply_rows(run, threads, &job, bytes);
 }

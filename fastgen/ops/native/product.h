@@ -9,8 +9,8 @@
 /* Activation functions after a product; ops/native/__init__.py has the same codes. */
 enum { NOTHING, RELU, GELU, GELU_TANH, SILU, RELU_SQUARED };
 
-/* How a weight is stored and multiplied: numbers of the dtype; bytes; bytes, by the instruction that
- * `can_dot` tells of. ops/native/__init__.py has the same codes. */
+/* How a weight is stored and multiplied: numbers of the dtype; bytes; bytes, by one instruction,
+ * which `can_dot` detects. ops/native/__init__.py has the same codes. */
 enum { NUMBERS, BYTES, BYTES_AT_ONCE };
 
 /* out = activation(x times the weight + bias) + residual, or times gate.

@@ -28,8 +28,8 @@ typedef struct {
  * panels of all experts follow one another. */
 typedef struct {
   const void *router;           /* (E, C) of the step's dtype, not packed */
-  const void *up, *down;        /* panels of (E, 2 F, C), of which F gate the others; of (E, C, F) */
-  const void *shared_gate;      /* (C,), whose sigmoid multiplies the shared expert's output; NULL */
+  const void *up, *down;        /* panels of (E, 2 F, C), F of which gate the rest; of (E, C, F) */
+  const void *shared_gate;      /* (C,): its sigmoid scales the shared expert's output; or NULL */
   int64_t count, chosen, inner; /* E, K, F */
   int64_t normalised;           /* whether the weights of the chosen experts add up to 1 */
   int64_t rounded;              /* whether those weights are rounded to the step's dtype */

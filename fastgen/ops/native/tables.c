@@ -86,7 +86,8 @@ int move_rows(parallel run, unsigned threads, const Table *tables, const int64_t
   if (order && !all_below(order, sentences * beams, beams + candidates)) return -1;
   Moving job = {.tables = tables, .parents = parents, .order = order,
                 .held = malloc(team_size(threads) * held_size), .count = count,
-                .sentences = sentences, .beams = beams, .candidates = candidates, .held_size = held_size};
+                .sentences = sentences, .beams = beams, .candidates = candidates,
+                .held_size = held_size};
   if (!job.held) return 0;
   in_parallel(run, threads, order ? finish : extend, &job, count * sentences);
   free(job.held);

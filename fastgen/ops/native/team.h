@@ -11,7 +11,7 @@
 #include "vector.h"
 
 /* `run` is GOMP_parallel of the OpenMP runtime that torch has loaded, so that work runs on torch's
- * own threads. It is not called for one thread, and NULL where that runtime has no such function. */
+ * own threads. It is not called for one thread, and NULL if that runtime has no such function. */
 typedef void (*parallel)(void (*work)(void *), void *job, unsigned threads, unsigned flags);
 
 typedef struct Team Team;

@@ -1,4 +1,4 @@
-/* Vectors of `WIDTH` floats, and functions of them. What differs by instruction set lies in isa/. */
+/* Vectors of `WIDTH` floats, and functions of them. isa/ holds what differs by instruction set. */
 
 #ifndef VECTOR_H
 #define VECTOR_H
@@ -21,8 +21,8 @@ INLINE float sum(vec x) { return sums(x, x, x, x)[0]; }
 
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
-/* e^x for x <= 0, to 2 units in the last place. NaN stays NaN. x below -87 gives e^-87 = 1.6e-38, which
- * vanishes beside the 1 of the largest element of a softmax.
+/* e^x for x <= 0, to 2 units in the last place. NaN stays NaN. x below -87 gives e^-87 = 1.6e-38,
+ * which vanishes beside the 1 of the largest element of a softmax.
  *
  * x = n ln 2 + f with |f| <= ln 2 / 2: 2^n is made in the exponent bits, e^f is a polynomial.
  * Source: Moshier's Cephes library, expf. */

@@ -4,8 +4,8 @@
  * no intrinsics. The header of an instruction set defines what is missing:
  *
  *   WIDTH                      floats per vector
- *   REGISTERS                  vector registers, by which products and attention choose their blocks
- *   vec higher(vec x, vec y)   the larger of each pair; NaN where y is, of x alone either is allowed
+ *   REGISTERS                  vector registers, which decide the blocks of products and attention
+ *   vec higher(vec x, vec y)   the larger of each pair; NaN where y is; if x alone is, either
  *   quad sums(vec a, vec b, vec c, vec d)   the sum of each
  *   float highest(vec x)       the largest element
  *   vec load_bf16(const uint16_t *p), load_fp16(const uint16_t *p)   numbers of 16 bits, widened
@@ -16,8 +16,8 @@
  *                              element, the dot product of its two numbers of bf16 in x and in w;
  *                              subnormal numbers count as 0
  *   ivec nearest(vec x)        the nearest integers, ties to even
- *   ivec dots(ivec total, ivec x, ivec w)   total plus, for each element, the dot product of its four
- *                              signed bytes in x and w, none of which is -128
+ *   ivec dots(ivec total, ivec x, ivec w)   total plus, for each element, the dot product of its
+ *                              four signed bytes in x and w, none of which is -128
  *   BIAS                       0 or 128, added to each byte of x for `dots_at_once`
  *   ivec dots_at_once(ivec total, ivec x, ivec w)   the same by one instruction, if there is one
  *   int has_dots(void)         whether this processor has that instruction

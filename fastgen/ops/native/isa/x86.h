@@ -3,6 +3,7 @@
 #ifndef ISA_X86_H
 #define ISA_X86_H
 
+#include <cpuid.h>
 #include <immintrin.h>
 
 #ifdef __AVX512F__
@@ -99,9 +100,9 @@ INLINE ivec nearest(vec x) {
  * bits: |w| times x with the sign of w stays below, as 2 * 127 * 127 < 2^15. */
 INLINE ivec dots(ivec total, ivec x, ivec w) {
 #if WIDTH == 16
-  const __m512i bytes = (__m512i)w, ones = _mm512_set1_epi16(1);
+  const __m512i bytes = (__m512i)w, ones = _mm512_set1_epi16(1), zeros = _mm512_setzero_si512();
   const __m512i turned =
-      _mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask(bytes), _mm512_setzero_si512(), (__m512i)x);
+      _mm512_mask_sub_epi8((__m512i)x, _mm512_movepi8_mask(bytes), zeros, (__m512i)x);
   const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(bytes), turned);
   return total + (ivec)_mm512_madd_epi16(pairs, ones);
 #else
@@ -130,7 +131,11 @@ INLINE ivec dots_at_once(ivec total, ivec x, ivec w) {
   return (ivec)sum;
 }
 
-INLINE int has_dots(void) { return __builtin_cpu_supports("avxvnni") != 0; }
+/* Leaf 7.1 of CPUID, as some compilers do not know the name of AVX-VNNI. */
+INLINE int has_dots(void) {
+  unsigned eax = 0, ebx, ecx, edx;
+  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+}
 #else
 INLINE ivec dots_at_once(ivec total, ivec x, ivec w) {
   return dots(total, x ^ (int32_t)0x80808080, w);
