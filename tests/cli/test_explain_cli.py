@@ -110,7 +110,7 @@ def test_a_declined_family_has_status_1_and_its_reason(
 def test_declined_calls_have_status_1_and_their_reason(
     folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explain(folders / "llama", "--prompt-lookup-num-tokens", 2, *NEW) == 1
+    assert explain(folders / "llama", "--assistant-early-exit", 1, *NEW) == 1
     assert "transformers' own: _assisted_decoding is not patched" in capsys.readouterr().out
     with fastgen.disabled():
         assert explain(folders / "llama", *NEW) == 1

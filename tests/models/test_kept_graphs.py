@@ -94,6 +94,7 @@ def test_all_that_a_graph_reads_is_kept(
     if "eos_token_id" in options:
         del options["min_new_tokens"]
     batch = zoo.batch(model, 2, 7)
+    graphs.keeps_outside = True
     model.generate(**batch, max_new_tokens=2)
     model.generate(**batch | options)
     (pool,) = state_of(model.get_decoder()).of(BufferPools).pools.values()

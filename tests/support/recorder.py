@@ -137,7 +137,8 @@ class Graphs:
         replayed: number of replays of each function.
         kernels: what the newest capture of each function runs.
         outside: for each capture of each function, the memory that it reads or writes and has not
-            allocated, by address.
+            allocated, by address; only where `keeps_outside`, as later calls then cannot use it.
+        keeps_outside: whether `outside` is recorded.
         texts: number of joint replays, by how many texts took part.
     """
 
@@ -147,6 +148,7 @@ class Graphs:
         self.replayed: Counter[str] = Counter()
         self.kernels: dict[str, Counter[str]] = {}
         self.outside: dict[str, list[dict[int, Tensor]]] = {}
+        self.keeps_outside = False
         self.texts: Counter[int] = Counter()
         self._recording: Recorder | None = None
         state.release(BufferPools)  # graphs of earlier tests are not counted here
@@ -205,7 +207,8 @@ class Graphs:
         name = cast(Any, function).func.__name__
         self.captured[name] += 1
         self.kernels[name] = recorder.kernels
-        self.outside.setdefault(name, []).append(recorder.outside)
+        if self.keeps_outside:
+            self.outside.setdefault(name, []).append(recorder.outside)
         for leaf in tree_leaves(result):  # a capture computes nothing
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 leaf.fill_(torch.nan)

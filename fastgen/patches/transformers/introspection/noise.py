@@ -81,10 +81,8 @@ def noise(
     rows = {name: value.repeat_interleave(returned, 0) for name, value in inputs.items()}
     ends = end_tokens(options.get("eos_token_id", model.generation_config.eos_token_id))
     generated = _is_generated(texts[:, prompt:], ends)
-    while not hasattr(
-        type(model), "generate"
-    ):  # a wrapper that delegates, as `torch.compile` makes
-        model = model.generate.__self__
+    while not hasattr(cast(Any, type(model)), "generate"):
+        model = model.generate.__self__  # of a wrapper that delegates, as `torch.compile` makes
     exact = _forced(copy.deepcopy(model).float(), rows, texts, prompt)
     return Noise(
         _distance(_of_returned(run), exact, generated),

@@ -87,6 +87,9 @@ def _reason_of_arguments(
         return "the model keeps its manager"
     if record_timestamps and options.sequences > 1:
         return "timestamps of several sequences per request"
+    for name in ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"):
+        if kwargs.get(name):
+            return f"{name} is given"
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and not bool(mask.all()):
         return "an attention mask with padding"
@@ -106,17 +109,26 @@ def _generated(
     errors = [error_of(model, one) for one in inputs]
     valid = [number for number, error in enumerate(errors) if error is None]
 
-    def note(place: int, tokens: list[int]) -> None:
-        times[valid[place]] += [time.perf_counter()] * len(tokens)
+    def run(numbers: list[int]) -> Iterator[Tensor]:
+        def note(place: int, tokens: list[int]) -> None:
+            times[numbers[place]] += [time.perf_counter()] * len(tokens)
 
-    outputs = generate_stream(
-        model,
-        [inputs[number] for number in valid],
-        max_tokens=max_tokens,
-        window=max(1, len(valid)),
-        on_tokens=note if record_timestamps else None,
-        generation_config=options.config,
-    )
+        return generate_stream(
+            model,
+            [inputs[number] for number in numbers],
+            max_tokens=max_tokens,
+            window=max(1, len(numbers)),
+            on_tokens=note if record_timestamps else None,
+            generation_config=options.config,
+        )
+
+    outputs: dict[int, Tensor] = {}
+    try:
+        outputs.update(zip(valid, run(valid), strict=True))
+    except Exception:
+        _one_by_one(run, [number for number in valid if number not in outputs], outputs, errors)
+        if not outputs:
+            raise
     results: dict[str, GenerationOutput] = {}
     shown = tqdm(
         zip(inputs, errors, times, strict=True),
@@ -126,21 +138,44 @@ def _generated(
         unit="request",
     )
     for number, (prompt, error, own_times) in enumerate(shown):
+        tokens_of = list(prompt) if isinstance(prompt, list | tuple) else []
         texts: list[list[int]] = [[]]
         if error is None:
-            texts = generated_tokens(next(outputs), prompt, options)
+            tokens_of: list[int] = cast(Any, token_ids(prompt)).tolist()
+            texts = generated_tokens(outputs[number], tokens_of, options)
         for name, tokens in _named(f"req_{number}", texts):
             results[name] = GenerationOutput(
                 request_id=name,
-                prompt_ids=list(prompt),
+                prompt_ids=tokens_of,
                 generated_tokens=tokens,
                 error=error,
                 status=RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
                 created_time=begin,
-                lifespan=(begin, time.perf_counter()),
+                lifespan=(begin, own_times[-1] if own_times else time.perf_counter()),
                 timestamps=own_times if record_timestamps else None,
             )
     return results
+
+
+def _one_by_one(
+    run: Callable[[list[int]], Iterator[Tensor]],
+    numbers: list[int],
+    outputs: dict[int, Tensor],
+    errors: list[str | None],
+) -> None:
+    """Run requests alone after an error, so that only those that cause one fail.
+
+    Args:
+        run: Generates for the requests with some numbers.
+        numbers: Numbers of the requests.
+        outputs: Gets the sequences of those that succeed.
+        errors: Gets the errors of the others.
+    """
+    for number in numbers:
+        try:
+            (outputs[number],) = run([number])
+        except Exception as error:
+            errors[number] = f"{type(error).__name__}: {error}"
 
 
 def _named(name: str, texts: list[list[int]]) -> Iterator[tuple[str, list[int]]]:
@@ -176,7 +211,7 @@ def error_of(model: Any, prompt: Any) -> str | None:
     """Return what is wrong with the token ids of a request; None if nothing is."""
     try:
         ids = token_ids(prompt)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
     vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
     wrong = ids[(ids < 0) | (ids >= vocabulary)] if vocabulary is not None else ids[:0]

@@ -51,7 +51,7 @@ class Submission:
 
     def __post_init__(self) -> None:
         self.ends = frozenset[int](cast(Any, ends_of(self.options.resolved)).tolist())
-        if not self.options.encoder_decoder and sees_padding(self.options.resolved):
+        if sees_padding(self.options.resolved, self.options.encoder_decoder):
             self.alike = (self.alike, len(self.ids))
 
     @property

@@ -132,8 +132,8 @@ class _Stream:
                 f"min_length = {config.min_length} would count a prompt's padding; "
                 "say min_new_tokens"
             )
-        self.same_length = not self.encoder_decoder and (
-            sees_padding(config) or "logits_processor" in kwargs
+        self.same_length = sees_padding(config, self.encoder_decoder) or (
+            not self.encoder_decoder and "logits_processor" in kwargs
         )
         self.ends, self.fill = ends_of(config), fill_of(config)
         self.copies = config.num_return_sequences or 1
@@ -288,13 +288,30 @@ class _Stream:
         return prompt + int(first.max())
 
 
-def sees_padding(config: Any) -> bool:
-    """Return whether padding before a prompt would affect processors, which see single tokens."""
+def sees_padding(config: Any, encoder_decoder: bool) -> bool:
+    """Return whether logits processors would take padding for tokens.
+
+    Args:
+        config: Generation config of the call.
+        encoder_decoder: Whether padding lies in the source, instead of before the prompt.
+    """
+    if config.encoder_no_repeat_ngram_size or config.encoder_repetition_penalty not in (None, 1.0):
+        return True
+    if encoder_decoder:
+        return False
     return (
-        config.no_repeat_ngram_size == 1
+        bool(config.no_repeat_ngram_size)
         or config.forced_bos_token_id is not None
         or (config.repetition_penalty not in (None, 1.0) and not INSTALLED.penalty_skips_padding)
+        or any(len(tokens) > 1 and fill_of(config) in tokens for tokens in _matched(config))
     )
+
+
+def _matched(config: Any) -> Iterator[Sequence[int]]:
+    """Yield the token sequences that logits processors look for at the end of a text."""
+    yield from config.bad_words_ids or ()
+    biases = config.sequence_bias or ()
+    yield from biases if isinstance(biases, Mapping) else (tokens for tokens, _ in biases)
 
 
 def ends_of(config: Any) -> Tensor:

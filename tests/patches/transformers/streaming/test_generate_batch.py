@@ -1,5 +1,6 @@
 """Check `generate_batch` of transformers: each request's result is that of `generate` for it."""
 
+import contextlib
 import time
 from typing import Any
 
@@ -25,7 +26,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "beams": ENDS | {"max_new_tokens": 12, "num_beams": 3},
     "several": ENDS
     | {"max_new_tokens": 12, "num_beams": 4, "num_return_sequences": 3, "early_stopping": True},
-}
+    # Rules that would take padding, whose token these options make likely, for tokens of the text.
+    "n-grams of the fill": {
+        "eos_token_id": -1, "max_new_tokens": 12, "no_repeat_ngram_size": 2,
+        "sequence_bias": [[[0], 12.0]],
+    },
+    "a biased sequence of the fill": {
+        "eos_token_id": -1, "max_new_tokens": 12,
+        "sequence_bias": [[[0, token, other], 500.0] for token in (50, 60) for other in (70, 71)],
+    },
+    "source n-grams of the fill": {
+        "eos_token_id": -1, "max_new_tokens": 12, "encoder_no_repeat_ngram_size": 2,
+        "sequence_bias": [[[0], 12.0]],
+    },
+    "a penalty of the source": {
+        "eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 12,
+        "encoder_repetition_penalty": 1.8,
+    },
+}  # fmt: skip
 
 
 def _prompts(count: int = 24, seed: int = 0) -> list[list[int]]:
@@ -71,7 +89,7 @@ def test_each_request_as_by_itself(
     assert list(found) == [name for group in names for name in group]
     assert fastgen.status()[NAME].hits == before.hits + 1
     assert hits() > calls + 1
-    assert options == "no end" or max(together) > 1
+    assert OPTIONS[options]["eos_token_id"] in (-1, 2) or max(together) > 1
 
 
 def test_results_are_of_transformers_type() -> None:
@@ -198,3 +216,33 @@ def test_a_mask_with_padding_falls_back() -> None:
     mask[0, 0] = 0
     with pytest.raises(ValueError, match="attention mask with padding"):
         model.generate_batch([[50] * 5] * 2, attention_mask=mask, num_beams=2, max_new_tokens=3)
+
+
+def test_a_request_that_fails_alone_loses_no_other() -> None:
+    model = zoo.build("gpt2")
+    long = [50] * (model.config.n_positions + 1)
+    options = GenerationConfig(max_new_tokens=4)
+    results = model.generate_batch([[50, 51], long, [52]], options)
+    assert [one.status for one in results.values()] == [
+        RequestStatus.FINISHED, RequestStatus.FAILED, RequestStatus.FINISHED,
+    ]  # fmt: skip
+    assert "IndexError" in results["req_1"].error
+    expected = model.generate_batch([[50, 51], [52]], options)
+    assert results["req_0"].generated_tokens == expected["req_0"].generated_tokens
+    assert results["req_2"].generated_tokens == expected["req_1"].generated_tokens
+
+
+def test_prompts_are_lists_of_integers_in_results() -> None:
+    model, options = zoo.build("llama"), GenerationConfig(max_new_tokens=2)
+    results = model.generate_batch([torch.tensor([50, 51]), None, [52]], options)
+    assert [one.prompt_ids for one in results.values()] == [[50, 51], [], [52]]
+    assert all(type(token) is int for token in results["req_0"].prompt_ids)
+    assert results["req_1"].status == RequestStatus.FAILED
+
+
+def test_processors_as_arguments_have_a_reason() -> None:
+    model = zoo.build("llama")
+    kwargs: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda batch, ids: [60]}
+    with contextlib.suppress(Exception):  # of transformers' own manager
+        model.generate_batch([[50]], GenerationConfig(max_new_tokens=2), **kwargs)
+    assert "prefix_allowed_tokens_fn is given" in _reasons()
