@@ -299,11 +299,14 @@ def sees_padding(config: Any, encoder_decoder: bool) -> bool:
         return True
     if encoder_decoder:
         return False
+    fill = fill_of(config)
+    never_inside = fill in ends_of(config)  # of a text, as it ends there
     return (
-        bool(config.no_repeat_ngram_size)
+        config.no_repeat_ngram_size == 1
+        or bool(config.no_repeat_ngram_size and not never_inside)
         or config.forced_bos_token_id is not None
         or (config.repetition_penalty not in (None, 1.0) and not INSTALLED.penalty_skips_padding)
-        or any(len(tokens) > 1 and fill_of(config) in tokens for tokens in _matched(config))
+        or any(len(tokens) > 1 and fill in tokens for tokens in _matched(config))
     )
 
 

@@ -21,6 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "num_beams": 4,
         "num_return_sequences": 2,
         "no_repeat_ngram_size": 3,
+        "pad_token_id": zoo.EOS,  # which n-grams of a text cannot hold
     },
     "early": {
         "max_new_tokens": 24,
