@@ -39,7 +39,8 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     rows = rows.float()
     size = rows.abs().amax(-1)
     is_zero = size < LEAST
-    inverse = torch.where(is_zero, 0.0, 127.0 / size)
+    # A number divided by a tensor is its reciprocal times the number, which rounds twice.
+    inverse = torch.where(is_zero, 0.0, torch.full_like(size, 127.0) / size)
     values = (rows * inverse[:, None]).round().nan_to_num(0.0, 0.0, 0.0).to(torch.int8)
     return values, torch.where(is_zero, 0.0, size / 127.0) + (rows * 0.0).sum(-1)
 
