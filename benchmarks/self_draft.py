@@ -67,6 +67,9 @@ def _arguments() -> argparse.ArgumentParser:
         "--texts", type=positive, nargs="+", default=[1, 4], help="texts per call (default: 1 4)"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument(
+        "--mode", choices=["on", "auto"], default="on", help="FASTGEN_SELF_DRAFT (default: on)"
+    )
     option(parser, "rounds", default=3, help="default: 3")
     option(parser, "threads")
     option(parser, "out")
@@ -90,10 +93,10 @@ def _cell(
     def same(alone: list[Any], drafted: list[Any]) -> Verdict:
         return Verdict(all(map(torch.equal, alone, drafted)), note="other tokens")
 
-    for mode in ("off", "on"):
+    for mode in ("off", args.mode):
         run(mode)  # packs weights, and checks the first steps
     before = fastgen.status().bild
-    outcome = compare(lambda: run("off"), lambda: run("on"), args.rounds, same)
+    outcome = compare(lambda: run("off"), lambda: run(args.mode), args.rounds, same)
     after = fastgen.status().bild
     counts = {name: count - before.get(name, 0) for name, count in after.items()}
     return outcome.to_dict() | {"counts": counts}

@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.streaming.padding import ends_of
 from fastgen.patches.transformers.streaming.request_options import (
     RequestOptions,
     batching_of,
@@ -18,12 +19,7 @@ from fastgen.patches.transformers.streaming.request_options import (
     options_of,
     reason_for_paged,
 )
-from fastgen.patches.transformers.streaming.stream import (
-    MAX_TOKENS,
-    ends_of,
-    generate_stream,
-    token_ids,
-)
+from fastgen.patches.transformers.streaming.stream import MAX_TOKENS, generate_stream, token_ids
 
 _NAME = "transformers.generate_batch"
 
@@ -106,47 +102,57 @@ def _generated(
 ) -> dict[str, GenerationOutput]:
     begin = time.perf_counter()
     times: list[list[float]] = [[] for _ in inputs]
-    errors = [error_of(model, one) for one in inputs]
-    valid = [number for number, error in enumerate(errors) if error is None]
+    prompts = [read_prompt(model, one) for one in inputs]
+    errors = [error for _, error in prompts]
+    outputs: dict[int, Tensor] = {}
 
-    def run(numbers: list[int]) -> Iterator[Tensor]:
+    def stream(numbers: list[int]) -> Iterator[tuple[int, Tensor]]:
+        for number in numbers:
+            times[number].clear()
+
         def note(place: int, tokens: list[int]) -> None:
             times[numbers[place]] += [time.perf_counter()] * len(tokens)
 
-        return generate_stream(
+        sequences = generate_stream(
             model,
-            [inputs[number] for number in numbers],
+            [prompts[number][0] for number in numbers],
             max_tokens=max_tokens,
             window=max(1, len(numbers)),
             on_tokens=note if record_timestamps else None,
             generation_config=options.config,
         )
+        return zip(numbers, sequences, strict=True)
 
-    outputs: dict[int, Tensor] = {}
-    try:
-        outputs.update(zip(valid, run(valid), strict=True))
-    except Exception:
-        _one_by_one(run, [number for number in valid if number not in outputs], outputs, errors)
-        if not outputs:
-            raise
+    def run(numbers: list[int], started: Iterator[tuple[int, Tensor]]) -> None:
+        """Generate; after an error, run each half by itself, so that only its causes fail."""
+        try:
+            outputs.update(started)
+        except Exception as error:
+            if len(numbers) == 1:
+                errors[numbers[0]] = f"{type(error).__name__}: {error}"
+                return
+            middle = len(numbers) // 2
+            for half in (numbers[:middle], numbers[middle:]):
+                run(half, stream(half))
+
+    valid = [number for number, error in enumerate(errors) if error is None]
+    run(valid, stream(valid))
     results: dict[str, GenerationOutput] = {}
     shown = tqdm(
-        zip(inputs, errors, times, strict=True),
+        zip(prompts, errors, times, strict=True),
         total=len(inputs),
         disable=not progress_bar,
         desc=f"Solving {len(inputs)} requests",
         unit="request",
     )
-    for number, (prompt, error, own_times) in enumerate(shown):
-        tokens_of = list(prompt) if isinstance(prompt, list | tuple) else []
+    for number, ((prompt, _), error, own_times) in enumerate(shown):
         texts: list[list[int]] = [[]]
         if error is None:
-            tokens_of: list[int] = cast(Any, token_ids(prompt)).tolist()
-            texts = generated_tokens(outputs[number], tokens_of, options)
+            texts = generated_tokens(outputs[number], prompt, options)
         for name, tokens in _named(f"req_{number}", texts):
             results[name] = GenerationOutput(
                 request_id=name,
-                prompt_ids=tokens_of,
+                prompt_ids=prompt,
                 generated_tokens=tokens,
                 error=error,
                 status=RequestStatus.FINISHED if error is None else RequestStatus.FAILED,
@@ -155,27 +161,6 @@ def _generated(
                 timestamps=own_times if record_timestamps else None,
             )
     return results
-
-
-def _one_by_one(
-    run: Callable[[list[int]], Iterator[Tensor]],
-    numbers: list[int],
-    outputs: dict[int, Tensor],
-    errors: list[str | None],
-) -> None:
-    """Run requests alone after an error, so that only those that cause one fail.
-
-    Args:
-        run: Generates for the requests with some numbers.
-        numbers: Numbers of the requests.
-        outputs: Gets the sequences of those that succeed.
-        errors: Gets the errors of the others.
-    """
-    for number in numbers:
-        try:
-            (outputs[number],) = run([number])
-        except Exception as error:
-            errors[number] = f"{type(error).__name__}: {error}"
 
 
 def _named(name: str, texts: list[list[int]]) -> Iterator[tuple[str, list[int]]]:
@@ -207,12 +192,18 @@ def generated_tokens(
     return texts
 
 
-def error_of(model: Any, prompt: Any) -> str | None:
-    """Return what is wrong with the token ids of a request; None if nothing is."""
+def read_prompt(model: Any, prompt: Any) -> tuple[list[int], str | None]:
+    """Return the token ids of a request, and what is wrong with them; None if nothing is.
+
+    Args:
+        model: The model.
+        prompt: Token ids, in any form. What cannot be read is returned as no token ids.
+    """
     try:
         ids = token_ids(prompt)
     except (TypeError, ValueError, RuntimeError) as error:
-        return str(error)
+        return [], str(error)
+    tokens: list[int] = cast(Any, ids).tolist()
     vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    wrong = ids[(ids < 0) | (ids >= vocabulary)] if vocabulary is not None else ids[:0]
-    return f"token id {int(wrong[0])} is outside of the vocabulary" if len(wrong) else None
+    wrong = [] if vocabulary is None else [id_ for id_ in tokens if not 0 <= id_ < vocabulary]
+    return tokens, f"token id {wrong[0]} is outside of the vocabulary" if wrong else None

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.streaming.generate_batch import error_of
+from fastgen.patches.transformers.streaming.generate_batch import read_prompt
 from fastgen.patches.transformers.streaming.request_loop import RequestLoop, Submission
 from fastgen.patches.transformers.streaming.request_options import (
     OPTIONS,
@@ -59,11 +59,13 @@ def init_continuous_batching(
         return kept
     batching = batching_of(self, generation_config, continuous_batching_config)
     options = options_of(self, generation_config, {})
-    reason = (
-        "the model keeps its manager"
-        if kept is not None
-        else reason_for_paged(self, options, batching)
-    )
+    others = [name for name, value in kwargs.items() if value and name != "workload_hints"]
+    if kept is not None:
+        reason = "the model keeps its manager"
+    elif others:
+        reason = f"{others[0]} is given"
+    else:
+        reason = reason_for_paged(self, options, batching)
     if reason is not None:
         check_beams(options, reason)
         engine.fallback(_NAME, reason, (type(self).__name__, "ContinuousBatchingManager"))
@@ -240,19 +242,17 @@ class RequestManager(ContinuousBatchingManager):
             (request_id,) = self._names(1)
         given = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         given |= logit_processor_kwargs
-        output = GenerationOutput(
-            request_id, list(input_ids), timestamps=[] if record_timestamps else None
-        )
+        prompt, error = read_prompt(self.model, input_ids)
+        output = GenerationOutput(request_id, prompt, timestamps=[] if record_timestamps else None)
         try:
             options = self._options(given)
-            error = error_of(self.model, output.prompt_ids)
         except (TypeError, ValueError) as wrong:
             options, error = None, str(wrong)
         if options is None or error is not None:
             output.status, output.error = RequestStatus.FAILED, error
             self.results.put(output)
             return request_id
-        ids, alike = token_ids(output.prompt_ids), repr(sorted(given.items()))
+        ids, alike = token_ids(prompt), repr(sorted(given.items()))
         names, count = [request_id], options.sequences
         if count > 1 and options.resolved.do_sample and options.beams == 1:
             # Samples are independent, so that each can be a request by itself.
@@ -266,7 +266,7 @@ class RequestManager(ContinuousBatchingManager):
         self._enqueue([
             Submission(
                 GenerationOutput(
-                    name, output.prompt_ids, timestamps=[] if record_timestamps else None
+                    name, list(prompt), timestamps=[] if record_timestamps else None
                 ),
                 ids, options, alike, streaming,
             )

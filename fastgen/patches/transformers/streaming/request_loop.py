@@ -21,9 +21,9 @@ from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.patches.engine.out_of_memory import NO_MEMORY
 from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers.streaming.generate_batch import generated_tokens
+from fastgen.patches.transformers.streaming.padding import Padding, ends_of
 from fastgen.patches.transformers.streaming.refill import Batch, Refill, what_wraps_generate
 from fastgen.patches.transformers.streaming.request_options import RequestOptions
-from fastgen.patches.transformers.streaming.stream import ends_of, fill_of, sees_padding
 
 COHORTS = 8
 """Maximum number of batches whose decode steps run together."""
@@ -39,6 +39,7 @@ class Submission:
         options: How it is generated.
         alike: Requests with equal values may share a batch.
         streaming: Whether each new token is delivered.
+        is_alone: Whether it runs by itself, as requests that it ran with have failed.
         is_over: Whether it is finished, failed or cancelled.
     """
 
@@ -47,12 +48,19 @@ class Submission:
     options: RequestOptions
     alike: Hashable
     streaming: bool = False
+    is_alone: bool = False
     is_over: bool = False
 
     def __post_init__(self) -> None:
         self.ends = frozenset[int](cast(Any, ends_of(self.options.resolved)).tolist())
-        if sees_padding(self.options.resolved, self.options.encoder_decoder):
-            self.alike = (self.alike, len(self.ids))
+        self.padding = Padding.of(self.options.resolved, self.options.encoder_decoder)
+        self.alike = (self.alike, self.padding.length_of(self.ids))
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether it can run again by itself: not once tokens that it has drawn are delivered."""
+        is_drawn = self.options.resolved.do_sample and self.output.generated_tokens
+        return not (self.is_alone or is_drawn)
 
     @property
     def cost(self) -> int:
@@ -104,8 +112,8 @@ class RequestLoop(Refill):
         while self._is_needed():
             try:
                 isolated(self.run, self._take, self._done)
-            except Exception as error:  # fails the running requests, not the waiting ones
-                self._fail(self._begun, error)
+            except Exception as error:  # of the running requests, not of the waiting ones
+                self._run_alone(self._begun, error)
             if self.stopping == 2:
                 self._fail(self._begun, RuntimeError(_STOPPED))
             self._begun = []
@@ -139,6 +147,8 @@ class RequestLoop(Refill):
             if self.stopping == 2 or self.pauses or not self.waiting:
                 return None
             oldest = self.waiting[0]
+            if self._begun and any(one.is_alone for one in (oldest, *self._begun)):
+                return None
             alike = [one for one in self.waiting if one.alike == oldest.alike]
             # The sort is stable: of equals, the oldest comes first.
             alike.sort(key=lambda one: abs(len(one.ids) - len(oldest.ids)))
@@ -176,7 +186,7 @@ class RequestLoop(Refill):
         """Return the output of `generate`, or a suspended loop; None if the call failed."""
         assert isinstance(batch, _Requests)
         options = batch.members[0].options
-        inputs = batch.inputs(self.model, fill_of(options.resolved))
+        inputs = batch.inputs(self.model, batch.members[0].padding.fill)
 
         def is_wanted(row: int) -> bool:
             return not batch.members[row].is_over and self.stopping < 2
@@ -195,7 +205,7 @@ class RequestLoop(Refill):
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            self._fail(batch.members, error)
+            self._run_alone(batch.members, error)
             return None
 
     def _add(self, one: Submission, place: int, tokens: list[int]) -> None:
@@ -251,6 +261,17 @@ class RequestLoop(Refill):
         output.status, output.generated_tokens = RequestStatus.FINISHED, tokens
         output.lifespan = output.lifespan[0], time.perf_counter()
         self.deliver(_copy(output))
+
+    def _run_alone(self, submissions: Sequence[Submission], error: Exception) -> None:
+        """After an error, let each request run by itself, so that only its cause fails."""
+        were_alone = len(submissions) == 1
+        self._fail([one for one in submissions if were_alone or not one.may_restart], error)
+        with self.changed:
+            again = [one for one in submissions if not one.is_over]
+            for one in again:
+                one.is_alone, one.alike = True, id(one)
+            self._begun = [one for one in self._begun if one not in again]
+            self.waiting = again + self.waiting
 
     def _fail(self, submissions: Sequence[Submission], error: BaseException) -> None:
         for one in submissions:

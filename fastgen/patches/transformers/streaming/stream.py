@@ -14,10 +14,11 @@ from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild_call
-from fastgen.patches.transformers.compat import CACHE_ARGUMENTS, INSTALLED
+from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
 from fastgen.patches.transformers.generate import first_tokens
 from fastgen.patches.transformers.generate.outputs import Scored, scored_by_transformers
 from fastgen.patches.transformers.generate.resolve_setting import setting_of
+from fastgen.patches.transformers.streaming.padding import Padding, ends_of
 from fastgen.patches.transformers.streaming.refill import Batch, Refill, what_wraps_generate
 from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 
@@ -132,10 +133,8 @@ class _Stream:
                 f"min_length = {config.min_length} would count a prompt's padding; "
                 "say min_new_tokens"
             )
-        self.same_length = sees_padding(config, self.encoder_decoder) or (
-            not self.encoder_decoder and "logits_processor" in kwargs
-        )
-        self.ends, self.fill = ends_of(config), fill_of(config)
+        self.padding = Padding.of(config, self.encoder_decoder, "logits_processor" in kwargs)
+        self.ends = ends_of(config)
         self.copies = config.num_return_sequences or 1
         if on_tokens is not None and self.copies > 1:
             raise ValueError(
@@ -191,13 +190,13 @@ class _Stream:
             self.drafts or not engine.is_applied("transformers.first_tokens")
         )
         return (
-            _Waiting(sentences, first, self.max_tokens, self.same_length, apart, error)
+            _Waiting(sentences, first, self.max_tokens, self.padding, apart, error)
             if sentences
             else None
         )
 
     def _generate(self, batch: Batch) -> Any:
-        inputs, kwargs = batch.inputs(self.model, self.fill), self.kwargs
+        inputs, kwargs = batch.inputs(self.model, self.padding.fill), self.kwargs
         if self.limit is not None:
             kwargs = kwargs | {"max_new_tokens": self.limit(batch.width)}
         if batch.first:
@@ -288,50 +287,6 @@ class _Stream:
         return prompt + int(first.max())
 
 
-def sees_padding(config: Any, encoder_decoder: bool) -> bool:
-    """Return whether logits processors would take padding for tokens.
-
-    Args:
-        config: Generation config of the call.
-        encoder_decoder: Whether padding lies in the source, instead of before the prompt.
-    """
-    if config.encoder_no_repeat_ngram_size or config.encoder_repetition_penalty not in (None, 1.0):
-        return True
-    if encoder_decoder:
-        return False
-    fill = fill_of(config)
-    never_inside = fill in ends_of(config)  # of a text, as it ends there
-    return (
-        config.no_repeat_ngram_size == 1
-        or bool(config.no_repeat_ngram_size and not never_inside)
-        or config.forced_bos_token_id is not None
-        or (config.repetition_penalty not in (None, 1.0) and not INSTALLED.penalty_skips_padding)
-        or any(len(tokens) > 1 and fill in tokens for tokens in _matched(config))
-    )
-
-
-def _matched(config: Any) -> Iterator[Sequence[int]]:
-    """Yield the token sequences that logits processors look for at the end of a text."""
-    yield from config.bad_words_ids or ()
-    biases = config.sequence_bias or ()
-    yield from biases if isinstance(biases, Mapping) else (tokens for tokens, _ in biases)
-
-
-def ends_of(config: Any) -> Tensor:
-    """Return the end tokens (N,) int64 of a generation config."""
-    ends = config.eos_token_id
-    return torch.tensor([] if ends is None else ends, dtype=torch.int64, device="cpu").flatten()
-
-
-def fill_of(config: Any) -> int:
-    """Return the token to pad prompts with.
-
-    A negative end token never ends a text, and is no token to pad with.
-    """
-    ends, fill = ends_of(config), config.pad_token_id
-    return max(0, int(ends[0] if fill is None and len(ends) else fill or 0))
-
-
 class _Waiting:
     """The sentences of a window that have not started, the longest first.
 
@@ -339,7 +294,7 @@ class _Waiting:
         sentences: Token ids (L,) int64 of each sentence.
         first: First token of each output, or empty.
         max_tokens: Maximum number of tokens in a batch, including padding.
-        same_length: Whether all sentences of a batch must have the same length.
+        padding: How sentences of different lengths may be padded.
         apart: Whether all sentences of a batch must have the same first token.
         error: The exception that ended the inputs after these sentences, or None.
     """
@@ -349,7 +304,7 @@ class _Waiting:
         sentences: list[Tensor],
         first: list[int],
         max_tokens: int,
-        same_length: bool,
+        padding: Padding,
         apart: bool,
         error: Exception | None,
     ) -> None:
@@ -361,10 +316,14 @@ class _Waiting:
         )
         lengths = [len(sentence) for sentence in sentences]
         self.kinds = [
-            (first[i] if apart else 0, length if same_length else 0)
-            for i, length in enumerate(lengths)
+            (first[i] if apart else 0, padding.length_of(sentence))
+            for i, sentence in enumerate(sentences)
         ]
-        self.order = sorted(range(len(sentences)), key=lambda i: (self.kinds[i][0], -lengths[i]))
+        # Those that may share a batch come one after the other.
+        self.order = sorted(
+            range(len(sentences)),
+            key=lambda i: (self.kinds[i][0], self.kinds[i][1] > 0, -lengths[i]),
+        )
 
     def take(self, room: int) -> Batch | None:
         """Return the next batch of at most `room` tokens, or None if no sentence fits or is left.

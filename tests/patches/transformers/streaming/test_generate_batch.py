@@ -88,7 +88,7 @@ def test_each_request_as_by_itself(
     names = [[*(f"req_{i}__child#{n}" for n in range(more)), f"req_{i}"] for i in range(24)]
     assert list(found) == [name for group in names for name in group]
     assert fastgen.status()[NAME].hits == before.hits + 1
-    assert hits() > calls + 1
+    assert calls + 1 < hits() < calls + 1 + len(prompts)
     assert OPTIONS[options]["eos_token_id"] in (-1, 2) or max(together) > 1
 
 
@@ -218,18 +218,35 @@ def test_a_mask_with_padding_falls_back() -> None:
         model.generate_batch([[50] * 5] * 2, attention_mask=mask, num_beams=2, max_new_tokens=3)
 
 
-def test_a_request_that_fails_alone_loses_no_other() -> None:
+@pytest.mark.parametrize("length", [2, 3])
+def test_an_end_token_in_a_prompt_is_no_padding(length: int) -> None:
+    """Its n-grams would otherwise go on as those of the padding do."""
+    model = zoo.build("llama")
+    prompts = [[50, 2], [2], [2, 60], [60, 61, 62, 63], [70, 71, 72]]
+    options = {
+        "eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 12,
+        "no_repeat_ngram_size": length, "sequence_bias": [[[50], 100.0]],
+    }  # fmt: skip
+    found = model.generate_batch(prompts, GenerationConfig(**options))
+    for prompt, result in zip(prompts, found.values(), strict=True):
+        assert result.generated_tokens == _alone(model, prompt, options)[0]
+
+
+def test_a_request_that_fails_loses_no_other() -> None:
     model = zoo.build("gpt2")
     long = [50] * (model.config.n_positions + 1)
     options = GenerationConfig(max_new_tokens=4)
-    results = model.generate_batch([[50, 51], long, [52]], options)
+    results = model.generate_batch([[50, 51], long, [52]], options, record_timestamps=True)
     assert [one.status for one in results.values()] == [
         RequestStatus.FINISHED, RequestStatus.FAILED, RequestStatus.FINISHED,
     ]  # fmt: skip
     assert "IndexError" in results["req_1"].error
     expected = model.generate_batch([[50, 51], [52]], options)
-    assert results["req_0"].generated_tokens == expected["req_0"].generated_tokens
-    assert results["req_2"].generated_tokens == expected["req_1"].generated_tokens
+    for name, other in (("req_0", "req_0"), ("req_2", "req_1")):
+        assert results[name].generated_tokens == expected[other].generated_tokens
+        assert len(results[name].timestamps) == len(results[name].generated_tokens)
+    (failed,) = model.generate_batch([long], options).values()
+    assert failed.status == RequestStatus.FAILED
 
 
 def test_prompts_are_lists_of_integers_in_results() -> None:

@@ -1,6 +1,7 @@
 """Check `ContinuousBatchingManager`: each request's result is that of `generate` for it alone."""
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -206,6 +207,42 @@ def test_an_error_of_a_step_fails_the_running_requests(
     manager.add_request([60, 61])
     found = _results(manager, 1)["req_1"]
     assert found.generated_tokens == _alone(model, [60, 61], LONG)[0]
+
+
+@pytest.mark.parametrize("length", [250, 257], ids=["in a step", "in prefill"])
+def test_a_request_that_fails_costs_no_other(started: Any, length: int) -> None:
+    """It has no positions for its tokens, in the prompt or later."""
+    model = zoo.build("gpt2")
+    options = {"max_new_tokens": 12, "eos_token_id": -1, "pad_token_id": 0}
+    manager = started(model, options)
+    prompts = [[50, 51], [60] * length, [52], [53, 54]]
+    with manager.pause():
+        manager.add_requests(prompts)
+    found = _results(manager, 4)
+    failed = found.pop("req_1")
+    assert failed.status == RequestStatus.FAILED
+    assert failed.error
+    for name, result in found.items():
+        prompt = prompts[int(name.removeprefix("req_"))]
+        assert result.generated_tokens == _alone(model, prompt, options)[0]
+
+
+def test_prompts_in_any_form(started: Any) -> None:
+    manager = started(zoo.build("llama"), ENDS | {"max_new_tokens": 3})
+    names = [manager.add_request(prompt) for prompt in (None, 50, torch.tensor([50, 51]))]
+    found = _results(manager, 3)
+    assert [found[name].prompt_ids for name in names] == [[], [], [50, 51]]
+    assert [found[name].status for name in names] == [
+        RequestStatus.FAILED, RequestStatus.FAILED, RequestStatus.FINISHED,
+    ]  # fmt: skip
+
+
+def test_other_arguments_have_a_reason() -> None:
+    model = zoo.build("llama")
+    kwargs: dict[str, Any] = {"logits_processor": [lambda ids, scores: scores]}
+    with contextlib.suppress(Exception):  # of transformers' own
+        model.init_continuous_batching(GenerationConfig(max_new_tokens=2), **kwargs)
+    assert "logits_processor is given" in fastgen.status()[NAME].fallbacks
 
 
 def test_stops(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
