@@ -17,8 +17,9 @@ from torch import Tensor
 from fastgen import config
 from fastgen.decoding.backends.decode_backend import DecodeBackend, Search, Stepper
 from fastgen.models.cuda_graphs.replay import JointReplay, Opened, Result
-from fastgen.models.runtime.decode_step import Context, DecoderStep
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.joint_step import joint_step
+from fastgen.models.runtime.step_inputs import Context
 
 COHORTS = 3
 """Maximum number of cohorts that run at the same time."""

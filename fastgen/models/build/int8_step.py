@@ -17,17 +17,12 @@ from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.linear import Int8Linear, Linear
 from fastgen.models.layers.packed_weights import Int8Packed, has_copy, note_shortage
 from fastgen.models.memory import budget
-from fastgen.models.runtime.decode_step import (
-    CrossAttention,
-    DecoderStep,
-    FeedForward,
-    SelfAttention,
-    Sublayer,
-)
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.encoder import Encoder, EncoderSelfAttention
 from fastgen.models.runtime.native_multistep_job import is_written, why_not_in_c
 from fastgen.models.runtime.native_records import products_of
 from fastgen.models.runtime.native_step import encoded_together, together
+from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
 from fastgen.ops import int8, native
 
 _logger = logging.getLogger("fastgen")

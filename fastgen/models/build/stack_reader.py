@@ -27,14 +27,9 @@ from fastgen.models.layers.linear import Identity, Product, is_linear, product, 
 from fastgen.models.layers.norm import Norm, NormLike, OwnNorm, Times, rms_norm, unnormed
 from fastgen.models.layers.positions import Bias, InterleavedRotary, Rotary, RotationTable
 from fastgen.models.routing.instance import is_toolkits
-from fastgen.models.runtime.decode_step import (
-    CrossAttention,
-    Embedding,
-    FeedForward,
-    SelfAttention,
-    Sublayer,
-)
+from fastgen.models.runtime.decode_step import Embedding
 from fastgen.models.runtime.prophetnet import StreamAttention, StreamEmbedding
+from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
 from fastgen.models.specs.model_spec import Attention, Mlp, Stack
 from fastgen.models.specs.model_spec import Embedding as EmbeddingSpec
 from fastgen.models.specs.model_spec import Experts as ExpertsSpec

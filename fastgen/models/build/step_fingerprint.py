@@ -12,14 +12,8 @@ from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.linear import Identity, Own, SideBySide
 from fastgen.models.layers.norm import Norm, OwnNorm, Times
 from fastgen.models.layers.positions import Bias, InterleavedRotary, RotationTable
-from fastgen.models.runtime.decode_step import (
-    CrossAttention,
-    DecoderStep,
-    Embedding,
-    FeedForward,
-    SelfAttention,
-    Sublayer,
-)
+from fastgen.models.runtime.decode_step import DecoderStep, Embedding
+from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
 
 
 class Unknown(Exception):

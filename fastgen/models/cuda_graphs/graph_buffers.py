@@ -26,7 +26,8 @@ from fastgen import config
 from fastgen.models.build.step_fingerprint import Unknown, facts_of
 from fastgen.models.cuda_graphs import graph
 from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
-from fastgen.models.runtime.decode_step import DecoderStep, KeysAndValues
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.step_inputs import KeysAndValues
 from fastgen.models.state import Kept, state_of
 from fastgen.ops.processor import in_tf32
 

@@ -22,8 +22,9 @@ from fastgen.models.cuda_graphs import graph, graph_buffers
 from fastgen.models.cuda_graphs.graph_buffers import GraphBuffers, Layer, PooledBuffers, Reads
 from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.memory.scratch import is_out_of_memory
-from fastgen.models.runtime.decode_step import Context, DecoderStep
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.joint_step import joint_step
+from fastgen.models.runtime.step_inputs import Context
 from fastgen.ops.cache import write_slots_
 from fastgen.ops.rotation import Rotation, turn_into_slots_
 

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from fastgen.models.build.equivalence_check import outcome_in_c, verdict_in_c
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike
-from fastgen.models.runtime.decode_step import Embedding, Sublayer
+from fastgen.models.runtime.decode_step import Embedding
+from fastgen.models.runtime.sublayers import Sublayer
 from fastgen.ops.linear import saved_share
 
 Padding = Literal["run", "alike", "none", "first"]

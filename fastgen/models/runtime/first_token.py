@@ -12,7 +12,9 @@ from torch import Tensor
 
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.positions import Bias
-from fastgen.models.runtime.decode_step import Context, CrossAttention, DecoderStep, SelfAttention
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.sublayers import CrossAttention, SelfAttention
 from fastgen.ops.rotation import Rotation, rotated
 
 Kept = tuple[Tensor, Tensor]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fastgen.models.layers.positions import Bias, Rotary, turned_once
-from fastgen.models.runtime.decode_step import Context, DecoderStep
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.step_inputs import Context
 
 
 @dataclass

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike
 from fastgen.models.layers.positions import Bias, Rotary, turned_once
-from fastgen.models.runtime.decode_step import Context, DecoderStep, StepInputs
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.step_inputs import Context, StepInputs
 from fastgen.ops.beam_attention import beam_attention
 
 

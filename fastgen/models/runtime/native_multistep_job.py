@@ -17,9 +17,10 @@ from fastgen import config
 from fastgen.models.layers.linear import Linear, Packable
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.layers.packed_weights import STOPPED, has_stopped_packing, shortage_of
-from fastgen.models.runtime.decode_step import Context, DecoderStep, Embedding
+from fastgen.models.runtime.decode_step import DecoderStep, Embedding
 from fastgen.models.runtime.native_records import Rows, is_norm, norm_fits, norm_of, weight_of
 from fastgen.models.runtime.native_step import InC
+from fastgen.models.runtime.step_inputs import Context
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
 from fastgen.ops.native import search as c

@@ -19,8 +19,8 @@ from fastgen.models.layers.linear import Int8Linear, Linear, Product
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.memory.scratch import Memory
 from fastgen.models.runtime import native_experts
-from fastgen.models.runtime.decode_step import CrossAttention, FeedForward, SelfAttention, Sublayer
 from fastgen.models.runtime.encoder import EncoderSelfAttention
+from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
 from fastgen.ops import native
 from fastgen.ops.linear import native_for
 from fastgen.ops.native import step as c

@@ -15,17 +15,12 @@ from torch import Tensor
 from fastgen.models.comparison import comparison
 from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.positions import turned_once
-from fastgen.models.runtime.decode_step import (
-    Context,
-    FeedForward,
-    SelfAttention,
-    StepInputs,
-    Sublayer,
-)
 from fastgen.models.runtime.encoder import EncoderSelfAttention, Sentences
 from fastgen.models.runtime.joint_step import Joint
 from fastgen.models.runtime.native_records import Records, Rows, are_written
 from fastgen.models.runtime.ragged_step import Ragged
+from fastgen.models.runtime.step_inputs import Context, StepInputs
+from fastgen.models.runtime.sublayers import FeedForward, SelfAttention, Sublayer
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, never, plain
 from fastgen.ops.native import step as c

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike
-from fastgen.models.runtime.decode_step import Embedding, SelfAttention, StepInputs
+from fastgen.models.runtime.decode_step import Embedding
 from fastgen.models.runtime.masked_step import QueryInputs
+from fastgen.models.runtime.step_inputs import StepInputs
+from fastgen.models.runtime.sublayers import SelfAttention
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.models.layers.positions import Bias, Rotary, turned_once
-from fastgen.models.runtime.decode_step import KeysAndValues
+from fastgen.models.runtime.step_inputs import KeysAndValues
 from fastgen.ops.beam_attention import beam_attention
 
 

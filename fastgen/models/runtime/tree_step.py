@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.models.layers.positions import Bias, Rotary, turned_once
-from fastgen.models.runtime.decode_step import DecoderStep, KeysAndValues
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.ragged_step import Written
+from fastgen.models.runtime.step_inputs import KeysAndValues
 from fastgen.ops.beam_attention import beam_attention
 
 ROOT = -1

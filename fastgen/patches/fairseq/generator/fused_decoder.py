@@ -15,9 +15,10 @@ from fastgen.models.build.step_builder import step_of
 from fastgen.models.cuda_graphs import graph
 from fastgen.models.cuda_graphs.graph_buffers import Reads
 from fastgen.models.cuda_graphs.replay import Opened, Replay
-from fastgen.models.runtime.decode_step import Context, DecoderStep
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared, is_written, prepared
 from fastgen.models.runtime.ragged_step import Ragged, Span
+from fastgen.models.runtime.step_inputs import Context
 from fastgen.models.specs.encoder_decoder import FAIRSEQ
 from fastgen.ops import native
 from fastgen.patches.fairseq.generator.attention import Layers

@@ -22,8 +22,9 @@ from fastgen.models.build.introspection import NotFused
 from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.cuda_graphs.replay import Opened, Result
 from fastgen.models.memory.scratch import Memory, memory_of
-from fastgen.models.runtime.decode_step import Context, DecoderStep
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.runtime.step_inputs import Context
 from fastgen.ops.selection.log_softmax import log_softmax
 from fastgen.patches.fairseq.generator.attention import Layers
 from fastgen.patches.fairseq.generator.fused_decoder import FusedDecoder

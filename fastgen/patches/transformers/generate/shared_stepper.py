@@ -27,8 +27,9 @@ from fastgen.models.cuda_graphs.replay import Opened, Result, not_captured
 from fastgen.models.layers.attention import BeamAttention
 from fastgen.models.memory.scratch import memory_of
 from fastgen.models.runtime import first_token
-from fastgen.models.runtime.decode_step import Context, DecoderStep
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.runtime.step_inputs import Context
 from fastgen.models.state import state_of
 from fastgen.ops import native
 from fastgen.patches.generation_call import in_step

@@ -1,0 +1,213 @@
+"""Sublayers of a decode step: attention or feed-forward, projection, residual sum and norm."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastgen.models.comparison import comparison
+from fastgen.models.layers.linear import Product
+from fastgen.models.layers.norm import NormLike, unnormed
+from fastgen.models.layers.positions import Bias, Rotary
+from fastgen.models.runtime.step_inputs import Context, StepInputs
+from fastgen.ops.activation import fused_activation
+from fastgen.ops.dispatch import runs_kernels
+from fastgen.ops.rotation import Rotation, rotated
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """Self-attention of each beam's newest token over its text, including that token.
+
+    Attributes:
+        projections: Three products of queries, keys and values, or a single product of all three.
+        heads: Number of query heads H.
+        dims: Head dimension D.
+        scale: Factor of the scores.
+        query_norm: Norm of the queries, per head or over all (`norms_all_heads`); None for none.
+        key_norm: The same for the keys.
+        bias: Bias of the scores by distance; None for none.
+        rotary: Rotary position embedding of queries and keys; None for none.
+        softcap: Soft cap of the scores; None for none.
+        blocks: Number of blocks of the outputs of a single product; each block has the queries,
+            keys and values of the same number of heads.
+        values_first: Whether values come before keys in those blocks.
+        repeats_kv: Whether each key head is stored once per query head that reads it.
+        interleaved: Whether the rotation pairs adjacent elements (GPT-J style).
+        norms_all_heads: Whether the norms run over all heads together.
+        norms_rotated: Whether the norms come after the rotation.
+        rotates_fp32: Whether the rotation rounds queries and keys to fp32 first.
+    """
+
+    projections: Sequence[Product]
+    heads: int
+    dims: int
+    scale: float
+    query_norm: NormLike | None = None
+    key_norm: NormLike | None = None
+    bias: Bias | None = None
+    rotary: Rotary | None = None
+    softcap: float | None = None
+    blocks: int = 1
+    values_first: bool = False
+    repeats_kv: bool = False
+    interleaved: bool = False
+    norms_all_heads: bool = False
+    norms_rotated: bool = False
+    rotates_fp32: bool = False
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key and value heads in the cache."""
+        return (
+            self.heads
+            if self.repeats_kv
+            else (sum(part.outputs for part in self.projections) // self.dims - self.heads) // 2
+        )
+
+    def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
+        projected = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.projections]
+        query, key, value = projected if len(projected) > 1 else self._split(projected[0])
+        if not self.norms_rotated:
+            query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
+        if self.rotary is not None:
+            angles = context.rotation(self.rotary, x)
+            rotation = Rotation(*angles, self.interleaved, self.rotates_fp32)
+            plain = not (self.repeats_kv or self.norms_rotated)
+            if isinstance(context, Context) and plain and runs_kernels(query):
+                return context.self_attention(
+                    layer, query, key, value, self.bias, self.scale, self.softcap, rotation
+                )
+            query, key = rotated(query, rotation), rotated(key, rotation)
+        if self.norms_rotated:
+            query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
+        if self.repeats_kv:
+            key, value = (
+                each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value)
+            )
+        return context.self_attention(layer, query, key, value, self.bias, self.scale, self.softcap)
+
+    def _normed(self, x: Tensor, of_heads: NormLike | None) -> Tensor:
+        if of_heads is None:
+            return x
+        return of_heads(x.flatten(1))[0].view_as(x) if self.norms_all_heads else of_heads(x)[0]
+
+    def _split(self, made: Tensor) -> Sequence[Tensor]:
+        """Split the output of a single product into queries, keys and values.
+
+        Args:
+            made: (R, heads of all three, D).
+
+        Returns:
+            Queries (R, H, D), keys and values (R, Hkv, D).
+        """
+        heads = made.shape[1] // self.blocks
+        query_heads = self.heads // self.blocks
+        key_heads = (heads - query_heads) // 2
+        parts = made.unflatten(1, (self.blocks, heads)).split(
+            (query_heads, key_heads, key_heads), 2
+        )
+        query, key, value = (part.flatten(1, 2) for part in parts)
+        return (query, value, key) if self.values_first else (query, key, value)
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Cross-attention of the newest token over precomputed keys and values of the source.
+
+    Attributes:
+        query: Product of the queries.
+        heads: Number of query heads H.
+        dims: Head dimension D.
+        scale: Factor of the scores.
+        made_by: Products of the keys and values; None if these do not come from linear layers.
+    """
+
+    query: Product
+    heads: int
+    dims: int
+    scale: float
+    made_by: tuple[Product, Product] | None = None
+
+    def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
+        return context.cross_attention(
+            layer, self.query.apply(x).view(-1, self.heads, self.dims), self.scale
+        )
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """The first half of a feed-forward block: an activated linear layer with an optional gate.
+
+    Attributes:
+        activated: The linear layer whose output is activated.
+        activation: Kind of activation, as in `ops.activation`.
+        multiplier: Linear layer of the gate; None for none.
+        halves: Whether the second half of the output of `activated` is the gate of the first half.
+    """
+
+    activated: Product
+    activation: str
+    multiplier: Product | None = None
+    halves: bool = False
+
+    def __call__(self, x: Tensor, layer: int, context: Any) -> Tensor:
+        if self.halves:
+            active, gate = self.activated.apply(x).chunk(2, 1)
+            return fused_activation(active, self.activation, gate=gate)
+        if self.multiplier is None:
+            return self.activated.apply(x, self.activation)
+        if self.activated.fuses:
+            return self.activated.apply(x, self.activation).mul_(self.multiplier.apply(x))
+        return fused_activation(
+            self.activated.apply(x), self.activation, gate=self.multiplier.apply(x)
+        )
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """A sublayer: attention or feed-forward, an output projection, the residual sum, and a norm.
+
+    Attributes:
+        layer: Index of the decoder layer.
+        mixer: Attention or feed-forward, called with the input, `layer` and the step's inputs.
+        out: Product of the output projection.
+        norm: Norm of the residual sum.
+        own: Norm of the projection's output before the residual sum; None for none.
+        parallel: Whether `norm` gets the incoming residual stream instead of the sum. The next
+            sublayer then reads the same input and runs in parallel to this one.
+    """
+
+    layer: int
+    mixer: Callable[[Tensor, int, Any], Tensor]
+    out: Product
+    norm: NormLike = unnormed
+    own: NormLike | None = None
+    parallel: bool = False
+
+    def __call__(self, x: Tensor, stream: Tensor, context: Any) -> tuple[Tensor, Tensor]:
+        """Run the sublayer.
+
+        Args:
+            x: Input of the sublayer (R, C).
+            stream: Residual stream (R, C).
+            context: Inputs of the step, which `mixer` reads.
+
+        Returns:
+            The input of the next sublayer and the residual stream, (R, C) each.
+        """
+        outputs = self._made(x, stream, context)
+        if (compared := comparison.get()) is None or compared.rounding is None:
+            return outputs
+        return compared.rounding(outputs[0]), compared.rounding(outputs[1])
+
+    def _made(self, x: Tensor, stream: Tensor, context: Any) -> tuple[Tensor, Tensor]:
+        mixed = self.mixer(x, self.layer, context)
+        if self.parallel:
+            return self.norm(stream)[0], self.out.apply(mixed, residual=stream)
+        if self.own is not None:
+            return self.norm(self.own(self.out.apply(mixed))[0], stream)
+        if self.out.fuses:
+            return self.norm(self.out.apply(mixed, residual=stream))
+        return self.norm(self.out.apply(mixed), stream)
