@@ -1,6 +1,5 @@
 """Greedy search over drafts equals greedy search, for any draft, processor and criterion."""
 
-import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,27 +9,26 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
 
 import fastgen
 from fastgen.decoding.backends.drafted_greedy import Drafting
 from fastgen.decoding.search.sampling import Sampling
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.models.runtime.ragged_step import Span
-from fastgen.ops import cpu_rules
 from fastgen.ops.counts import calls
 from fastgen.patches.transformers.drafting import prompt_lookup
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
 from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
+from tests.support.greedy_calls import (
+    FAMILIES,
+    built,
+    drawn_call,
+    products_in_c,  # noqa: F401  a fixture
+    same,
+)
 
-FAMILIES = ("bart", "marian", "t5", "gpt2", "llama", "qwen3", "phi")
 MODELS = Path("../shared/models")
 DATA = Path("../shared/data")
 
@@ -41,7 +39,7 @@ class _Oracle:
     def __init__(self, sequences: Tensor, seed: int, wrong: float) -> None:
         self.sequences, self.random, self.wrong = sequences, random.Random(seed), wrong
 
-    def propose(self, search: Sampling, most: int) -> Tensor:
+    def propose(self, search: Sampling, model: Any, most: int) -> Tensor:
         length = search.ids.shape[1]
         drafts = self.sequences[
             list(search.numbers()), length : length + self.random.randint(0, most)
@@ -50,13 +48,6 @@ class _Oracle:
             [[self.random.random() < self.wrong for _ in row] for row in drafts], dtype=torch.bool
         ).view(drafts.shape)
         return torch.where(is_wrong, torch.full_like(drafts, 5), drafts)
-
-
-@pytest.fixture(autouse=True)
-def _products_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the products of the tiny models in C for any number of rows, as those of others."""
-    monkeypatch.setattr(cpu_rules, "LEAST_ROWS", ((math.inf, 1),))
-    monkeypatch.setattr(cpu_rules, "FILLED", 0.0)
 
 
 @pytest.fixture
@@ -70,87 +61,22 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drafting]]:
     return given
 
 
-class _Odd(LogitsProcessor):
-    """A processor that counts its calls, and changes the scores with their number."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, ids: Any, scores: Any) -> Any:
-        self.calls += 1
-        scores = scores.clone()
-        scores[:, (ids[:, -1] * 7 + self.calls) % scores.shape[1]] += 3.0
-        return scores
-
-
-class _Sum(StoppingCriteria):
-    def __call__(self, ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return ids[:, -3:].sum(1) % 11 == 0
-
-
-def _options(draw: random.Random) -> dict[str, Any]:
-    options: dict[str, Any] = {"max_new_tokens": draw.randint(2, 24)}
-    for name, values in {
-        "repetition_penalty": (0.7, 1.3),
-        "no_repeat_ngram_size": (2, 3),
-        "min_new_tokens": (5,),
-        "eos_token_id": ([2, 7, 9, 30], None),
-        "bad_words_ids": ([[8], [9, 4]],),
-        "sequence_bias": ([[[6], 2.0]],),
-        "suppress_tokens": ([5, 6],),
-    }.items():
-        if draw.random() < 0.3:
-            options[name] = draw.choice(values)
-    if draw.random() < 0.3:
-        options |= dict.fromkeys(
-            ("return_dict_in_generate", "output_scores", "output_logits"), True
-        )
-    return options
-
-
-def _objects(odd: bool, stop: bool) -> dict[str, Any]:
-    """Return a processor and a criterion that remember nothing of other calls."""
-    processors = {"logits_processor": LogitsProcessorList([_Odd()])} if odd else {}
-    return processors | ({"stopping_criteria": StoppingCriteriaList([_Sum()])} if stop else {})
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    steps = zip((*one.scores, *one.logits), (*other.scores, *other.logits), strict=True)
-    return (
-        type(one) is type(other)
-        and torch.equal(one.sequences, other.sequences)
-        and all(torch.equal(step, of_other) for step, of_other in steps)
-        and one.past_key_values.get_seq_length() == other.past_key_values.get_seq_length()
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_fuzz(variant: str, drafts: list[Drafting], family: str, dtype: torch.dtype) -> None:  # noqa: F811
-    model = zoo.build(family, seed=3).to(dtype)
+    model = built(family, dtype)
     rounds = drafted = 0
     for seed in range(16):
         draw = random.Random(seed)
-        texts = draw.choice([1, 1, 2, 4])
-        ids = torch.randint(
-            4, 40, (texts, draw.randint(3, 9)), generator=torch.Generator().manual_seed(seed)
-        )
-        mask = torch.ones_like(ids)
-        if texts > 1:
-            at = 0 if not model.config.is_encoder_decoder else -1
-            mask[1, at], ids[1, at] = 0, zoo.PAD
-        call = {"input_ids": ids, "attention_mask": mask, **_options(draw)}
-        odd, stop = draw.random() < 0.3, draw.random() < 0.3
-        wanted = model.generate(**call, **_objects(odd, stop))
+        call, objects = drawn_call(model, draw)
+        wanted = model.generate(**call, **objects())
         sequences = wanted if isinstance(wanted, Tensor) else wanted.sequences
         oracle = _Oracle(sequences, seed, draw.choice([0.0, 0.1, 0.5]))
         drafting = Drafting(oracle, DraftLength(draw.choice([1, 3, 12])))
         drafts.append(drafting)
-        found = model.generate(**call, **_objects(odd, stop))
-        assert _same(wanted, found), (seed, call)
+        found = model.generate(**call, **objects())
+        assert same(wanted, found), (seed, call)
         assert not drafts
         rounds, drafted = rounds + drafting.rounds, drafted + drafting.drafted
     assert rounds > 20

@@ -1,6 +1,7 @@
 """Sources of drafts, and how many tokens they draft."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fastgen.decoding.speculative.drafts import Longest, PromptLookup
 
 
 def _propose(draft: PromptLookup | Longest, *rows: list[int], most: int = 4) -> list[list[int]]:
-    return draft.propose(_search(rows), most).tolist()
+    return draft.propose(_search(rows), None, most).tolist()
 
 
 def _search(rows: Sequence[Sequence[int]]) -> Sampling:
@@ -58,17 +59,17 @@ def test_the_source_is_looked_up_but_not_beyond_its_end() -> None:
 
 def test_texts_are_known_by_their_number() -> None:
     lookup = PromptLookup(1)
-    lookup.propose(_search([[1, 5, 0], [2, 6, 0]]), 4)
+    lookup.propose(_search([[1, 5, 0], [2, 6, 0]]), None, 4)
     search = _search([[2, 6, 0, 2]])
     search.rows = torch.tensor([1])  # the first text has left the batch
-    assert lookup.propose(search, 4).tolist() == [[6, 0, 2]]
+    assert lookup.propose(search, None, 4).tolist() == [[6, 0, 2]]
 
 
 class _Fixed:
     def __init__(self, *tokens: int) -> None:
         self.tokens, self.calls = tokens, 0
 
-    def propose(self, search: Sampling, most: int) -> Tensor:
+    def propose(self, search: Sampling, model: Any, most: int) -> Tensor:
         self.calls += 1
         return torch.tensor([self.tokens[:most]] * search.present, dtype=torch.int64)
 

@@ -1,6 +1,8 @@
 """A model's own drafts on int8 weights change nothing but the time."""
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -10,18 +12,24 @@ import fastgen
 from benchmarks.widen import widened
 from fastgen import config
 from fastgen.decoding.backends.drafted_greedy import Drafting
-from fastgen.ops import processor
+from fastgen.decoding.speculative.adaptive_drafting import Pace
+from fastgen.decoding.speculative.draft_length import DraftLength
+from fastgen.decoding.speculative.drafts import PromptLookup
+from fastgen.models.layers.linear import is_linear
+from fastgen.models.memory import budget
+from fastgen.ops import int8, processor
 from fastgen.patches.transformers.drafting import drafting as own_drafting
-from tests.decoding.test_drafted_greedy import (  # noqa: F401  fixtures
-    FAMILIES,
-    _objects,
-    _options,
-    _products_in_c,
-    _same,
-)
+from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
 from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
+from tests.support.greedy_calls import (
+    FAMILIES,
+    built,
+    drawn_call,
+    products_in_c,  # noqa: F401  a fixture
+    same,
+)
 
 
 @pytest.fixture
@@ -45,26 +53,16 @@ def _counts() -> dict[str, int]:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_fuzz(variant: str, mode: Any, family: str, dtype: torch.dtype) -> None:  # noqa: F811
-    model = zoo.build(family, seed=3).to(dtype)
+    model = built(family, dtype)
     before = _counts().get("tokens_accepted", 0)
     for seed in range(12):
-        draw = random.Random(seed)
-        texts = draw.choice([1, 1, 2, 4])
-        ids = torch.randint(
-            4, 40, (texts, draw.randint(3, 9)), generator=torch.Generator().manual_seed(seed)
-        )
-        mask = torch.ones_like(ids)
-        if texts > 1:
-            at = 0 if not model.config.is_encoder_decoder else -1
-            mask[1, at], ids[1, at] = 0, zoo.PAD
-        call = {"input_ids": ids, "attention_mask": mask, **_options(draw)}
-        odd, stop = draw.random() < 0.3, draw.random() < 0.3
+        call, objects = drawn_call(model, random.Random(seed))
         mode("off")
-        wanted = model.generate(**call, **_objects(odd, stop))
+        wanted = model.generate(**call, **objects())
         mode("on")
-        assert _same(wanted, model.generate(**call, **_objects(odd, stop))), (seed, call)
+        assert same(wanted, model.generate(**call, **objects())), (seed, call)
         lookup = call | {"prompt_lookup_num_tokens": 3}
-        assert _same(wanted, model.generate(**lookup, **_objects(odd, stop))), (seed, call)
+        assert same(wanted, model.generate(**lookup, **objects())), (seed, call)
     assert _counts()["tokens_accepted"] - before > 30
 
 
@@ -91,12 +89,15 @@ def test_auto_drafts_where_weights_are_read_from_memory(
     monkeypatch.setattr(processor, "last_level_cache", lambda: 0)
     assert torch.equal(model.generate(**call), wanted)
     assert made[-1] is not None
-    assert made[-1].waits or made[-1].steps > 0  # first the clock
+    assert made[-1].draft is None or made[-1].steps > 0  # first the clock
     for _ in range(40):
         assert torch.equal(model.generate(**call), wanted)
     last = made[-1]
     assert last is not None
-    assert not last.waits
+    assert last.draft is not None
+    assert model.generate(**call, prompt_lookup_num_tokens=3).equal(wanted)
+    assert made[-1] is not None
+    assert isinstance(made[-1].draft, PromptLookup)
     batch = call | {"input_ids": ids.expand(5, -1)}
     model.generate(**batch)
     assert made[-1] is None
@@ -106,7 +107,7 @@ def test_auto_drafts_where_weights_are_read_from_memory(
 
 
 @torch.no_grad()
-def test_explain(variant: str, mode: Any) -> None:  # noqa: F811
+def test_explain(variant: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     model = zoo.build("llama", seed=3).float()
     call = {"input_ids": torch.arange(4, 12)[None], "max_new_tokens": 9}
     mode("on")
@@ -115,10 +116,79 @@ def test_explain(variant: str, mode: Any) -> None:  # noqa: F811
     assert any("drafts by itself" in note for note in explanation.notes)
     mode("off")
     assert fastgen.explain(model, **call).selection == "in C, many decode steps per call"
+    mode("auto")
+    monkeypatch.setattr(processor, "last_level_cache", lambda: 0)
+    assert any("drafts by itself" in note for note in fastgen.explain(model, **call).notes)
+    lookup = fastgen.explain(model, **call, prompt_lookup_num_tokens=3)
+    assert not any("drafts by itself" in note for note in lookup.notes)
 
 
 @torch.no_grad()
-def test_a_widened_model_computes_the_same() -> None:
+def test_a_call_frees_its_cache(variant: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """The stepper, which has the keys and values, is in no cycle of references."""
+    model = zoo.build("llama", seed=3).float()
+    call = {"input_ids": torch.arange(4, 12)[None], "max_new_tokens": 9, "eos_token_id": None}
+    steppers = list[weakref.ref[SharedStepper]]()
+    own = SharedStepper.verify
+
+    def verify(self: SharedStepper, *args: Any) -> Any:
+        steppers.append(weakref.ref(self))
+        return own(self, *args)
+
+    monkeypatch.setattr(SharedStepper, "verify", verify)
+    mode("on")
+    gc.disable()
+    try:
+        model.generate(**call)
+        assert steppers
+        assert steppers[-1]() is None
+    finally:
+        gc.enable()
+
+
+@torch.no_grad()
+def test_too_little_memory_for_all_copies(
+    variant: str, mode: Any, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    """Where only some copies fit, none is made, and nothing is drafted."""
+    model = zoo.build("llama", seed=3).float()
+    call = {"input_ids": torch.arange(4, 12)[None], "max_new_tokens": 9, "eos_token_id": None}
+    mode("off")
+    wanted = model.generate(**call)
+    fastgen.release()
+    mode("on")
+    size = sum(
+        int8.bytes_to_pack(*each.weight.shape) for each in model.modules() if is_linear(each)
+    )
+
+    def shortage(needed: int) -> str | None:
+        held = budget.held_bytes()["int8 weights"]
+        return "too little memory" if held + needed >= size else None
+
+    monkeypatch.setattr(budget, "shortage_now", shortage)
+    before = _counts()
+    assert torch.equal(model.generate(**call), wanted)
+    assert _counts() == before
+    assert not fastgen.status().memory["int8 weights"]
+    assert not any("drafts by itself" in note for note in fastgen.explain(model, **call).notes)
+
+
+def test_the_total_while_another_thread_adds_a_number_of_texts() -> None:
+    known = own_drafting.SelfDrafts()
+
+    class Other(Pace):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "total":
+                known.of(64)
+            return super().__getattribute__(name)
+
+    known.by_texts[1] = Other(), DraftLength(4)
+    known.of(2)
+    assert known.total == 0.0
+
+
+@torch.no_grad()
+def test_a_widened_model_computes_thesame() -> None:
     model = zoo.build("marian", seed=3).float()
     ids = torch.randint(4, 40, (2, 7), generator=torch.Generator().manual_seed(1))
     wide = widened(model, 3)

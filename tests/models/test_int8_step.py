@@ -16,11 +16,9 @@ from fastgen.models.build.equivalence_check import distance
 from fastgen.models.build.int8_step import (
     int8_bytes,
     int8_encoder,
-    int8_step,
     why_no_int8_encoder,
     why_not_int8,
 )
-from fastgen.models.build.introspection import NotFused
 from fastgen.models.build.step_builder import step_of
 from fastgen.models.layers.linear import is_linear, is_transposed
 from fastgen.models.memory import budget
@@ -215,10 +213,8 @@ def test_reasons(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa
         with torch.no_grad(), routed(model, spec):
             step = step_of(model, spec, 64)
             assert why_not_int8(step) == reason
-            assert (int8_bytes(step) > 0) == (not reason)
-            if reason:
-                with pytest.raises(NotFused, match=reason):
-                    int8_step(step)
+            if not reason:
+                assert int8_bytes(step) > 0
     monkeypatch.undo()
     config.reload()
 

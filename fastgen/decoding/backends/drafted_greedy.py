@@ -30,20 +30,18 @@ class Drafting:
     """How the tokens of a call are drafted, and what came of it.
 
     Attributes:
-        draft: The source of drafts.
+        draft: The source of drafts; None if the call only measures what tokens cost without.
         length: How many tokens are drafted.
         pace: Decides before each round whether to draft; None to draft always.
-        waits: Whether the call only measures what its tokens cost without drafts.
         rounds: Passes that verified a draft.
         steps: Tokens that each text gained without a draft.
         drafted: Drafted tokens of all texts.
         accepted: How many of them stand.
     """
 
-    draft: Draft
+    draft: Draft | None
     length: DraftLength
     pace: Pace | None = None
-    waits: bool = False
     rounds: int = 0
     steps: int = 0
     drafted: int = 0
@@ -125,11 +123,10 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
         longest = search.longest if search.stop.longest is None else search.stop.longest
         # The pass that verifies K tokens gives K + 1.
         most = min(longest - search.ids.shape[1] - 1, self.model.most_drafted(texts))
-        if most < 1 or not self._may_draft(drafting):
+        if drafting.draft is None or most < 1 or not self._may_draft(drafting):
             return None
         length = min(most, drafting.length.best())
-        drafts = drafting.draft.propose(search, length)
-        drafts = self._up_to_ends(drafts)
+        drafts = self._up_to_ends(drafting.draft.propose(search, self.model, length))
         if drafts.shape[1] == 0:
             self._misses += 1
             return None
@@ -138,7 +135,7 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
 
     def _may_draft(self, drafting: Drafting) -> bool:
         pace = drafting.pace
-        return not drafting.waits and (pace is None or pace.drafts(self.search.present))
+        return drafting.draft is not None and (pace is None or pace.drafts(self.search.present))
 
     def _up_to_ends(self, drafts: Tensor) -> Tensor:
         """Pad texts after their end, and drop the tokens at which all texts have ended."""
@@ -160,9 +157,9 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
         seconds = time.perf_counter() - began
         drafting.steps += made
         drafting.length.note(0, 0, 0.0, seconds / made)
-        for _ in range(made if drafting.pace is not None else 0):
-            assert drafting.pace is not None
-            drafting.pace.note(False, texts, texts, seconds / made)
+        if drafting.pace is not None:
+            for _ in range(made):
+                drafting.pace.note(False, texts, texts, seconds / made)
         return goes_on
 
     def _most_plain(self, drafting: Drafting) -> int:

@@ -13,11 +13,12 @@ from fastgen.decoding.search.sampling import Sampling
 class Draft(Protocol):
     """A source of drafts."""
 
-    def propose(self, search: Sampling, most: int) -> Tensor:
+    def propose(self, search: Sampling, model: Any, most: int) -> Tensor:
         """Return the likely next tokens of the R texts of a greedy search.
 
         Args:
             search: The search; not modified.
+            model: The stepper of its decode steps.
             most: Maximum number of tokens per text.
 
         Returns:
@@ -43,7 +44,7 @@ class PromptLookup:
     source: Tensor | None = None
     _histories: dict[int, "_History"] = field(default_factory=dict[int, "_History"], init=False)
 
-    def propose(self, search: Sampling, most: int) -> Tensor:
+    def propose(self, search: Sampling, model: Any, most: int) -> Tensor:
         drafts, ids = list[list[int]](), search.ids
         for row, text in enumerate(search.numbers()):
             history = self._histories.get(text)
@@ -110,10 +111,10 @@ class Longest:
 
     drafts: Sequence[Draft]
 
-    def propose(self, search: Sampling, most: int) -> Tensor:
+    def propose(self, search: Sampling, model: Any, most: int) -> Tensor:
         longest = search.ids[:, :0]
         for draft in self.drafts:
-            tokens = draft.propose(search, most)
+            tokens = draft.propose(search, model, most)
             if tokens.shape[1] > longest.shape[1]:
                 longest = tokens
             if longest.shape[1] == most:

@@ -5,7 +5,7 @@ quarter of the time of fp32. It uses the keys and values of the texts, and write
 drafts after them, where the pass that verifies the drafts writes its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from fastgen.decoding.logits.processor_call import ProcessorCall
 from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.sampling import Sampling
 from fastgen.decoding.search.stopping import Stop
+from fastgen.models.runtime.decode_step import DecoderStep
 
 
 class RoundedModel(MultistepModel, Protocol):
@@ -28,7 +29,19 @@ class RoundedModel(MultistepModel, Protocol):
         ...
 
     def undo(self) -> None:
-        """Drop the keys and values of all steps since the last call."""
+        """Drop the keys and values of all steps since the start of the draft."""
+        ...
+
+
+class Roundable(Protocol):
+    """Stepper whose decode steps can run on rounded weights too."""
+
+    def rounded(self, step: DecoderStep) -> RoundedModel:
+        """Return the stepper of a draft.
+
+        Args:
+            step: The decode step on rounded weights.
+        """
         ...
 
 
@@ -39,12 +52,12 @@ class SelfDraft:
     Processors that are called as they are may remember their calls, so drafts do without them.
 
     Args:
-        model: Returns the stepper of the decode steps on rounded weights.
+        step: The decode step on rounded weights.
     """
 
-    model: Callable[[], RoundedModel]
+    step: DecoderStep
 
-    def propose(self, search: Sampling, most: int) -> Tensor:
+    def propose(self, search: Sampling, model: Roundable, most: int) -> Tensor:
         length = search.ids.shape[1]
         end = length + most
         drafted = Sampling(
@@ -56,12 +69,12 @@ class SelfDraft:
             may_drop=False,
         )
         drafted.running = search.running.clone()
-        model = self.model()
-        kind = NativeSampling if NativeSampling.supports(drafted, model) else Eager
-        backend: DecodeBackend[Any] = kind(drafted, model)
+        rounded = model.rounded(self.step)
+        kind = NativeSampling if NativeSampling.supports(drafted, rounded) else Eager
+        backend: DecodeBackend[Any] = kind(drafted, rounded)
         while backend.advance():
             pass
-        model.undo()
+        rounded.undo()
         return drafted.ids[:, length:]
 
 

@@ -39,20 +39,16 @@ def why_not_int8(step: DecoderStep) -> str:
     return _too_wide(_products_of_step(step))
 
 
-def int8_step(step: DecoderStep) -> DecoderStep:
-    """Return a decode step on weights in int8, the head included.
+def int8_step(step: DecoderStep) -> DecoderStep | None:
+    """Return a decode step on weights in int8, the head included; None if memory is short.
 
-    Copies of the weights are made at its first use, and kept between calls.
+    Copies of the weights are made here, and kept between calls.
 
     Args:
-        step: The decode step on the model's own weights.
-
-    Raises:
-        NotFused: C cannot run the step; the message is the reason.
+        step: The decode step on the model's own weights, for which `why_not_int8` has no reason.
     """
-    if reason := why_not_int8(step):
-        raise NotFused(reason)
-    return _int8_step(step)
+    rounded = _int8_step(step)
+    return rounded if _is_packed(_products_of_step(rounded)) else None
 
 
 def _int8_step(step: DecoderStep) -> DecoderStep:
@@ -67,20 +63,20 @@ def _int8_step(step: DecoderStep) -> DecoderStep:
 
 
 def int8_bytes(step: DecoderStep) -> int:
-    """Return the bytes of the copies that `int8_step` needs; 0 if it cannot run.
+    """Return the bytes of the copies that `int8_step` needs.
 
     Layers that share a weight share the copy.
+
+    Args:
+        step: The decode step, for which `why_not_int8` has no reason.
     """
-    if why_not_int8(step):
-        return 0
     layers = {id(each.module.weight): each for each in _products_of_step(step)}.values()
     return sum(int8.bytes_to_pack(each.outputs, each.inputs) for each in layers)
 
 
-def pack_int8(step: DecoderStep) -> None:
-    """Make the copies of the weights that a step of `int8_step` reads, unless they are there."""
-    for product in _products_of_step(step):
-        product.in_panels()
+def int8_shortage(step: DecoderStep) -> str:
+    """Return why memory is short for the copies that `int8_step` has to make; empty if not."""
+    return _shortage(_products_of_step(step))
 
 
 def int8_encoder(encoder: Encoder) -> Encoder:

@@ -313,6 +313,11 @@ class SharedCache:
         finally:
             self.room = None
 
+    def rewind(self, steps: int) -> None:
+        """Drop all but the first `steps` generated tokens; with one beam per sentence."""
+        for layer in self.text:
+            layer.rewind(steps)
+
     def undo_steps(self) -> None:
         """Drop all generated tokens.
 

@@ -10,13 +10,12 @@ from fastgen.decoding.speculative.adaptive_drafting import Pace
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.decoding.speculative.drafts import Longest
 from fastgen.decoding.speculative.self_draft import SelfDraft
-from fastgen.models.build.int8_step import int8_bytes, int8_step, pack_int8, why_not_int8
+from fastgen.models.build.int8_step import int8_bytes, int8_shortage, int8_step, why_not_int8
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.state import Kept, state_of
 from fastgen.ops import processor
 from fastgen.patches.transformers.drafting import prompt_lookup
 from fastgen.patches.transformers.generate.loop_call import Call
-from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 
 MOST_TEXTS = {"auto": 1, "on": 4}
 """Most texts of a call for which the model drafts by itself, by setting.
@@ -58,37 +57,35 @@ class SelfDrafts(Kept):
     @property
     def total(self) -> float:
         """Seconds of all rounds so far."""
-        return sum(pace.total for pace, _ in self.by_texts.values())
+        # A call in another thread may add some meanwhile.
+        return sum(pace.total for pace, _ in list(self.by_texts.values()))
 
 
-def drafting_of(
-    call: Call, model: SharedStepper, step: DecoderStep | None, source: Tensor | None
-) -> Drafting | None:
+def drafting_of(call: Call, step: DecoderStep | None, source: Tensor | None) -> Drafting | None:
     """Return how the tokens of a call are drafted; None if they are not.
 
     Args:
         call: A call of greedy search or sampling.
-        model: Its stepper.
         step: Its fused decode step; None if there is none.
         source: (B, S) int64, the tokens that the call gives to an encoder; or None.
     """
     drafting = prompt_lookup.drafting_of(call, source)
+    is_asked = config.settings().self_draft == "on"
     if step is None or why_not_self(call, step):
         return drafting
-    own = SelfDraft(model.rounded)
-    pace, length = state_of(call.model).of(SelfDrafts).of(len(call.input_ids))
-    is_asked = config.settings().self_draft == "on"
+    known = state_of(call.model).of(SelfDrafts)
+    pace, length = known.of(len(call.input_ids))
     packing = int8_bytes(step) * step.dtype.itemsize / PACKING_RATE
-    waits = PACKING_SHARE * state_of(call.model).of(SelfDrafts).total < packing
-    if is_asked or (drafting is None and not waits):
-        pack_int8(int8_step(step))
-    if drafting is not None:
-        if is_asked:
-            drafting.draft = Longest([drafting.draft, own])
+    if not is_asked and PACKING_SHARE * known.total < packing:
+        return Drafting(None, length, pace)
+    rounded = int8_step(step)
+    if rounded is None:
         return drafting
-    if is_asked:
-        return Drafting(own, length)
-    return Drafting(own, length, pace, waits=waits)
+    own = SelfDraft(rounded)
+    if drafting is not None and drafting.draft is not None:
+        drafting.draft = Longest([drafting.draft, own])
+        return drafting
+    return Drafting(own, length, None if is_asked else pace)
 
 
 def why_not_self(call: Any, step: DecoderStep) -> str:
@@ -100,6 +97,8 @@ def why_not_self(call: Any, step: DecoderStep) -> str:
         return f"FASTGEN_PRECISION={settings.precision}"
     if call.config.do_sample or call.config.num_return_sequences != 1:
         return "greedy search with one sequence per text alone"
+    if settings.self_draft == "auto" and prompt_lookup.is_requested(call.config):
+        return "prompt lookup drafts"
     if texts > (most := MOST_TEXTS[settings.self_draft]):
         return f"{texts} texts, more than {most}"
     if reason := why_not_int8(step):
@@ -107,4 +106,4 @@ def why_not_self(call: Any, step: DecoderStep) -> str:
     size, cache = int8_bytes(step) * step.dtype.itemsize, processor.last_level_cache()
     if settings.self_draft == "auto" and size < OUTGROWN * cache:
         return "the weights fit into the processor's cache, or nearly so"
-    return ""
+    return int8_shortage(step)

@@ -55,6 +55,11 @@ def is_served(model: Any, config: Any, mode: GenerationMode, assistant: Any) -> 
     )
 
 
+def is_requested(config: Any) -> bool:
+    """Return whether a call in fastgen's greedy search drafts by prompt lookup."""
+    return not config.do_sample and _is_count(config.prompt_lookup_num_tokens)
+
+
 def drafting_of(call: "Call", source: Tensor | None) -> Drafting | None:
     """Return how a call's tokens are drafted; None if it does not ask for prompt lookup.
 
@@ -63,7 +68,7 @@ def drafting_of(call: "Call", source: Tensor | None) -> Drafting | None:
         source: (B, S) int64, the encoder's input; None if there is none, or it is no text.
     """
     config, rows = call.config, len(call.input_ids)
-    if config.do_sample or not _is_count(config.prompt_lookup_num_tokens):
+    if not is_requested(config):
         return None
     if source is not None and (source.shape[:1] != (rows,) or _other_vocabulary(call.model)):
         source = None

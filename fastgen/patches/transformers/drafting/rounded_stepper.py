@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fastgen.models.build.int8_step import int8_step
+from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native_multistep_job import Prepared
 from fastgen.ops import native
-from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
 
 
@@ -16,17 +15,12 @@ class RoundedStepper:
 
     Args:
         fused: The model's own fused steps, which have passed the equivalence check.
-        cache: The shared cache.
-
-    Attributes:
-        start: Generated tokens in the cache before the draft.
+        step: The decode step on rounded weights.
     """
 
-    eager_selection: str | None = None
-
-    def __init__(self, fused: FusedDecoder, cache: SharedCache) -> None:
-        self._fused, self._cache, self._step = fused, cache, int8_step(fused.step)
-        self.start = cache.text[0].steps
+    def __init__(self, fused: FusedDecoder, step: DecoderStep) -> None:
+        self._fused, self._step, self._cache = fused, step, fused.cache
+        self._start = self._cache.text[0].steps  # generated tokens in the cache before the draft
 
     @property
     def supports_multistep(self) -> bool:
@@ -47,5 +41,4 @@ class RoundedStepper:
 
     def undo(self) -> None:
         """Drop the keys and values of all steps since the start of the draft."""
-        for layer in self._cache.text:
-            layer.rewind(self.start)
+        self._cache.rewind(self._start)

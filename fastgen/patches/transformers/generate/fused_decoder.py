@@ -254,7 +254,7 @@ class FusedDecoder:
 
     @property
     def supports_multistep(self) -> bool:
-        """Whether C can run several decode steps per call, token selection included."""
+        """Whether C can run decode steps from token ids to logits, several of them per call."""
         return self.ready and self._written and native.library() is not None
 
     def prepared(self, steps: int, step: DecoderStep | None = None) -> Prepared | None:
@@ -304,11 +304,6 @@ class FusedDecoder:
             dtype=torch.int64,
         )
         return step(ids, inputs).float()
-
-    @property
-    def runs_spans(self) -> bool:
-        """Whether C runs several successive tokens of a text in one pass."""
-        return self.ready and self._written and native.library() is not None
 
     def verify(self, ids: Tensor, drafts: Tensor) -> Tensor:
         """Run the newest token of ids (R, L) and its drafts (R, K), with one beam per sentence.

@@ -271,7 +271,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
     with engine.running(plan):
         model = legacy_loops.stepper(widened, plan, step)
         if isinstance(model, SharedStepper) and loop == "sample" and method is None and not rests:
-            model.drafting = drafting_of(call, model, step, request.source)
+            model.drafting = drafting_of(call, step, request.source)
         if loop == "sample" and method is None:
             compat.warn_of_compilation(call.model, call.config, call.model_kwargs)
         decoding = decoding_of(loop, call, model)

@@ -105,7 +105,6 @@ class SharedStepper(ModuleStepper):
         self.fused: FusedDecoder | None = None
         self.captured: CapturedModules | None = None
         self.drafting: Drafting | None = None
-        self._rounded: RoundedStepper | None = None
         self._steps = 0  # generated tokens in the cache before the last `verify`
         self._behind = 0  # replayed steps that `kwargs` do not count yet
         self.alone = plan.beams > 1 and has_own_attention(model)
@@ -282,7 +281,7 @@ class SharedStepper(ModuleStepper):
     def verifies(self) -> bool:
         """Whether C can run several successive tokens of each text in one pass."""
         fused = self.fused
-        return fused is not None and fused.runs_spans and fused.cache.beams == 1
+        return fused is not None and fused.supports_multistep and fused.cache.beams == 1
 
     def most_drafted(self, texts: int) -> int:
         """Return the most tokens of a draft that a pass over `texts` texts may verify."""
@@ -290,14 +289,14 @@ class SharedStepper(ModuleStepper):
         rows = min(native.most_rows(self.fused.step.dtype), MOST_VERIFIED)
         return int(rows) // texts - 1
 
-    def rounded(self) -> RoundedStepper:
-        """Return the steps on rounded weights, which write after the tokens in the cache."""
-        assert self.cache is not None
+    def rounded(self, step: DecoderStep) -> RoundedStepper:
+        """Return the stepper of a draft, which writes after the tokens in the cache.
+
+        Args:
+            step: The decode step on rounded weights.
+        """
         assert self.fused is not None
-        if self._rounded is None:
-            self._rounded = RoundedStepper(self.fused, self.cache)
-        self._rounded.start = self.cache.text[0].steps
-        return self._rounded
+        return RoundedStepper(self.fused, step)
 
     def verify(self, ids: Tensor, drafts: Tensor) -> Tensor:
         """Run the newest token of ids (R, L) and drafts (R, K).
@@ -314,8 +313,7 @@ class SharedStepper(ModuleStepper):
     def accept(self, tokens: int) -> None:
         """Keep the keys and values of the first `tokens` tokens of the last `verify`."""
         assert self.cache is not None
-        for layer in self.cache.text:
-            layer.rewind(self._steps + tokens)
+        self.cache.rewind(self._steps + tokens)
 
     def report(self) -> CallReport:
         replay = self.captured if self.fused is None else self.fused.replay
