@@ -21,6 +21,7 @@ from fastgen.models.build.int8_step import (
 )
 from fastgen.models.build.step_builder import step_of
 from fastgen.models.layers.linear import is_linear, is_transposed
+from fastgen.models.layers.packed_weights import Int8Packed, has_copy
 from fastgen.models.memory import budget
 from fastgen.models.routing.routes import routed
 from fastgen.models.runtime.native_step import InC
@@ -162,6 +163,10 @@ def test_memory(in_int8: None) -> None:
     ]
     sizes = [int8.bytes_to_pack(*each.weight.shape) for each in (*products, model.lm_head)]
     assert held == sum(sizes)
+    assert has_copy(model.lm_head, Int8Packed)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    assert not has_copy(model.lm_head, Int8Packed), "the copy of another state does not count"
     fastgen.release()
     assert not fastgen.status().memory["int8 weights"]
 
@@ -188,7 +193,7 @@ def test_too_little_memory_for_all_copies(
     status = fastgen.status()
     assert not status.memory["int8 weights"]
     assert status.not_packed.endswith("of weights: too little memory")
-    note = "weights are not rounded to int8: too little memory"
+    note = "decode steps do not run in int8: too little memory"
     assert note in str(fastgen.explain(model, **kwargs))
 
 
@@ -275,7 +280,7 @@ def test_what_is_said(
     explained = fastgen.explain(model, **_kwargs(model))
     assert explained.plan is not None
     assert not explained.plan.int8
-    assert "weights are not rounded to int8: its layers are not written in C" in str(explained)
+    assert "decode steps do not run in int8: its layers are not written in C" in str(explained)
     monkeypatch.setenv("FASTGEN_PRECISION", "model")
     config.reload()
     explained = fastgen.explain(model, **_kwargs(model))

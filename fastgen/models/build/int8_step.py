@@ -70,8 +70,7 @@ def int8_bytes(step: DecoderStep) -> int:
     Args:
         step: The decode step, for which `why_not_int8` has no reason.
     """
-    layers = {id(each.module.weight): each for each in _products_of_step(step)}.values()
-    return sum(int8.bytes_to_pack(each.outputs, each.inputs) for each in layers)
+    return _bytes_to_pack(_products_of_step(step))
 
 
 def int8_shortage(step: DecoderStep) -> str:
@@ -158,7 +157,7 @@ def refusal(step: DecoderStep | None) -> str:
         reason = "decode steps do not run from the weights"
     else:
         reason = why_not_int8(step) or _shortage([*_products_of_step(step), *_makers(step)])
-    return f"weights are not rounded to int8: {reason}" if reason else ""
+    return f"decode steps do not run in int8: {reason}" if reason else ""
 
 
 @functools.cache
@@ -196,14 +195,19 @@ def _is_packed(products: list[Any], later: Sequence[Any] = ()) -> bool:
 
 
 def _missing(products: Sequence[Any]) -> list[Any]:
-    """Return a product for each weight that has no copy in int8."""
-    missing = (each for each in products if not has_copy(each.module, Int8Packed))
-    return list({id(each.module.weight): each for each in missing}.values())
+    """Return the products whose weights have no copy in int8."""
+    return [each for each in products if not has_copy(each.module, Int8Packed)]
+
+
+def _bytes_to_pack(products: Sequence[Any]) -> int:
+    """Return the bytes of the copies in int8; products that share a weight share the copy."""
+    by_weight = {id(each.module.weight): each for each in products}
+    return sum(int8.bytes_to_pack(each.outputs, each.inputs) for each in by_weight.values())
 
 
 def _shortage(products: Sequence[Any]) -> str:
     """Return why memory is short for the copies that are missing; empty if it is not."""
-    needed = sum(int8.bytes_to_pack(each.outputs, each.inputs) for each in _missing(products))
+    needed = _bytes_to_pack(_missing(products))
     return (budget.shortage_now(needed) or "") if needed else ""
 
 

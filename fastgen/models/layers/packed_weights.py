@@ -204,9 +204,10 @@ def packed_of(module: Any, kind: type[Packed] = Packed) -> Packed:
 
 
 def has_copy(module: nn.Module, kind: type[Packed] = Packed) -> bool:
-    """Return whether a packed copy of a layer's weight exists."""
-    entry = packing().by_weight.get((kind, id(module.weight)))
-    return entry is not None and entry.copy is not None
+    """Return whether a packed copy of a layer's weight, in its present state, exists."""
+    weight: Any = module.weight
+    entry = packing().by_weight.get((kind, id(weight)))
+    return entry is not None and entry.copy is not None and entry.is_of(weight)
 
 
 def note_shortage(module: nn.Module, kind: type[Packed], reason: str) -> None:

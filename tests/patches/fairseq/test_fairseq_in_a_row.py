@@ -3,12 +3,16 @@
 It must equal single steps and fairseq's own output.
 """
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+import fastgen
+from fastgen import config
 from fastgen.decoding import loop
 from fastgen.models.layers import packed_weights
 from fastgen.ops import native
@@ -149,3 +153,40 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda *_: None)
     _same(_build("transformer"), zoo.batch(5, 8), {"beam_size": 3, "max_len_b": 14})
     assert calls["search", "native"] == 0
+
+
+@pytest.mark.parametrize("name", ["transformer", "prenorm", "scaled", "lm"])
+def test_int8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are rounded as they are now, and those of an encoder whatever its decoder does."""
+    monkeypatch.setenv("FASTGEN_PRECISION", "int8")
+    config.reload()
+    model, sample, refused_before = _build(name), zoo.batch(3, 9), _refused_int8()
+
+    def scores(model: Any) -> Tensor:
+        found, _ = zoo.call([model], sample, {"beam_size": 1, "max_len_b": 12})
+        return torch.stack([sentence[0]["positional_scores"][:2] for sentence in found])
+
+    for factor in (1.0, 1.1):
+        for parameter in model.parameters():
+            parameter.data.mul_(factor)
+        fresh = copy.deepcopy(model)
+        for one in (model, fresh, model, fresh):  # the first calls run the equivalence checks
+            calls.clear()
+            scores(one)
+        found = scores(model)
+        assert torch.equal(found, scores(fresh))
+        with fastgen.disabled():
+            wanted = scores(model)
+        assert 0.0 < (found - wanted)[:, 0 if name != "lm" else 1].abs().max() < 0.3
+    assert fastgen.status().memory["int8 weights"] > 0
+    assert (calls["decoder_step", "native"] > 0) == (name != "scaled")
+    assert (_refused_int8() > refused_before) == (name == "scaled")
+    monkeypatch.undo()
+    config.reload()
+
+
+def _refused_int8() -> int:
+    """Return the number of calls whose decode steps did not run in int8 as requested."""
+    rows = [row for row in fastgen.status().rows if row.name == "fairseq.generate"]
+    notes = [note for row in rows for note in row.left_off.items()]
+    return sum(calls for note, calls in notes if note.startswith("decode steps do not run in int8"))
