@@ -87,9 +87,12 @@ def test_auto_drafts_where_weights_are_read_from_memory(
     wanted = model.generate(**call)
     assert made == [None]  # the weights fit into any cache
     monkeypatch.setattr(processor, "last_level_cache", lambda: 0)
+    before = _counts()
     assert torch.equal(model.generate(**call), wanted)
     assert made[-1] is not None
-    assert made[-1].draft is None or made[-1].steps > 0  # first the clock
+    assert made[-1].draft is None  # first the clock
+    assert made[-1].steps > 0
+    assert _counts() == before
     for _ in range(40):
         assert torch.equal(model.generate(**call), wanted)
     last = made[-1]

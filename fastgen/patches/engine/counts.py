@@ -88,7 +88,7 @@ def compared(outcome: str) -> None:
 
 
 def note_drafting(counts: Mapping[str, int]) -> None:
-    """Add the counters of a call with big-little decoding, by name."""
+    """Add the counters of a call that drafted tokens, by name."""
     with registry.lock:
         registry.counts.bild.update(counts)
 

@@ -91,8 +91,9 @@ class Status:
             operation and path (triton, native, reference).
         native: State of the C operations for the CPU, with the reason if they do not run; empty
             before any operation has run.
-        bild: Counters of big-little decoding, summed over all texts: tokens, drafted, large_calls,
-            small_calls, fallbacks, rollbacks. Empty if it was not used.
+        bild: Counters of drafts, summed over all texts. Big-little decoding: tokens, drafted,
+            large_calls, small_calls, fallbacks, rollbacks. Greedy search: tokens_drafted,
+            tokens_accepted, passes. Empty if nothing was drafted.
         memory: Bytes held between calls to save time, by holder: packed weights, buffers, CUDA
             graph buffers. `fastgen.release` frees them.
         memory_by_model: The same by model class, for the classes that hold memory.
@@ -195,7 +196,7 @@ class Status:
             [f"operations in C for the CPU: {self.native}"] if self.native else [],
             self._of_memory(),
             [f"parity mode: {', '.join(outcomes)}"] if outcomes else [],
-            [f"big-little decoding: {', '.join(bild)}"] if bild else [],
+            [f"drafts: {', '.join(bild)}"] if bild else [],
             [
                 (
                     "every patch, with all counts: fastgen.status(verbose=True), "
@@ -244,7 +245,7 @@ class Status:
             [f"operations in C for the CPU: {self.native}"] if self.native else [],
             self._of_memory(),
             _table(("parity", "calls"), outcomes, numbers=(1,)) if outcomes else [],
-            _table(("big-little decoding", "sum"), bild, numbers=(1,)) if bild else [],
+            _table(("drafts", "sum"), bild, numbers=(1,)) if bild else [],
         ]
 
 
