@@ -299,7 +299,7 @@ def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
         "eos_token_id": 2,
     }
     torch.manual_seed(draw.random.randrange(10**6))
-    match draw.random.choice(("gpt2", "llama", "t5", "bart")):
+    match draw.random.choice(("gpt2", "llama", "qwen2_moe", "t5", "bart")):
         case "gpt2":
             sizes = {
                 "n_embd": width,
@@ -315,6 +315,16 @@ def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
                     **tokens, hidden_size=width, intermediate_size=wide, num_hidden_layers=1,
                     head_dim=dims, num_attention_heads=heads, num_key_value_heads=1,
                     initializer_range=0.4,
+                )
+            )  # fmt: skip
+        case "qwen2_moe":
+            chosen = draw.random.choice((1, 2, 5))
+            return tf.Qwen2MoeForCausalLM(
+                tf.Qwen2MoeConfig(
+                    **tokens, hidden_size=width, num_hidden_layers=1, num_attention_heads=heads,
+                    num_key_value_heads=1, moe_intermediate_size=draw.random.choice((64, 128)),
+                    shared_expert_intermediate_size=wide, num_experts_per_tok=chosen,
+                    num_experts=chosen * draw.random.choice((1, 7)), initializer_range=0.4,
                 )
             )  # fmt: skip
         case "t5":
