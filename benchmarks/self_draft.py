@@ -98,7 +98,8 @@ def _cell(
     before = fastgen.status().bild
     outcome = compare(lambda: run("off"), lambda: run(args.mode), args.rounds, same)
     after = fastgen.status().bild
-    counts = {name: count - before.get(name, 0) for name, count in after.items()}
+    names = "tokens_drafted", "tokens_accepted", "passes"
+    counts = {name: after.get(name, 0) - before.get(name, 0) for name in names}
     return outcome.to_dict() | {"counts": counts}
 
 

@@ -3,12 +3,14 @@
 import gc
 import random
 import weakref
+from argparse import Namespace
 from typing import Any
 
 import pytest
 import torch
 
 import fastgen
+from benchmarks import self_draft
 from benchmarks.widen import widened
 from fastgen import config
 from fastgen.decoding.backends.drafted_greedy import Drafting
@@ -199,3 +201,13 @@ def test_a_widened_model_computes_thesame() -> None:
     wanted = model(input_ids=ids, decoder_input_ids=ids).logits
     found = wide(input_ids=ids, decoder_input_ids=ids).logits
     torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_the_benchmark_counts_calls_without_drafts(mode: Any) -> None:
+    mode("off")  # the benchmark sets it too, and the fixture restores it
+    model = zoo.build("marian", seed=3).float()
+    ids = torch.randint(4, 40, (1, 7), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+    cell = self_draft._cell(model, batches, Namespace(rounds=1, mode="auto"))
+    assert cell["counts"] == {"tokens_drafted": 0, "tokens_accepted": 0, "passes": 0}
