@@ -10,7 +10,13 @@ from fastgen.decoding.speculative.adaptive_drafting import Pace
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.decoding.speculative.drafts import Longest
 from fastgen.decoding.speculative.self_draft import SelfDraft
-from fastgen.models.build.int8_step import int8_bytes, int8_shortage, int8_step, why_not_int8
+from fastgen.models.build.int8_step import (
+    int8_bytes,
+    int8_shortage,
+    int8_step,
+    weight_bytes,
+    why_not_int8,
+)
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.state import Kept, state_of
 from fastgen.ops import processor
@@ -101,9 +107,9 @@ def why_not_self(call: Any, step: DecoderStep) -> str:
         return "prompt lookup drafts"
     if texts > (most := MOST_TEXTS[settings.self_draft]):
         return f"{texts} texts, more than {most}"
-    if reason := why_not_int8(step):
-        return reason
-    size, cache = int8_bytes(step) * step.dtype.itemsize, processor.last_level_cache()
-    if settings.self_draft == "auto" and size < OUTGROWN * cache:
+    if step.together is None:
+        return "decode steps are not written in C"
+    outgrown = weight_bytes(step) >= OUTGROWN * processor.last_level_cache()
+    if settings.self_draft == "auto" and not outgrown:
         return "the weights fit into the processor's cache, or nearly so"
-    return int8_shortage(step)
+    return why_not_int8(step) or int8_shortage(step)
