@@ -32,6 +32,7 @@ from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding, embedding_reference
 from fastgen.ops.native import build, noise
+from fastgen.ops.native import products as native_products
 from fastgen.ops.selection import token_mask
 from fastgen.ops.selection.kbest import LogitsUpdates, kbest, kbest_reference
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
@@ -171,7 +172,9 @@ def _product(draw: Draw) -> None:
     x, weight = draw.strided(rows, inputs).to(dtype), draw.normal(outputs, inputs).to(dtype)
     bias, residual = draw.normal(outputs).to(dtype), draw.normal(rows, outputs).to(dtype)
     out = torch.full((rows, outputs), torch.nan, dtype=dtype)
-    found = native.product(by, x, native.packed(by, weight), bias, "relu", residual, out)
+    found = native_products.product(
+        by, x, native_products.packed(by, weight), bias, "relu", residual, out
+    )
     wanted = torch.relu(x.double() @ weight.double().T + bias).to(dtype) + residual
     _close(found, wanted, max(1e-3, 2 * torch.finfo(dtype).eps))
 
@@ -183,10 +186,10 @@ def _int8_product(draw: Draw) -> None:
     assert by is not None
     by = by._replace(can_dot=by.can_dot and draw.random.random() < 0.5)
     packed, bias, residual = (
-        native.packed_bytes(by, *weight), draw.normal(outputs), draw.normal(rows, outputs),
+        native_products.packed_bytes(by, *weight), draw.normal(outputs), draw.normal(rows, outputs),
     )  # fmt: skip
     out = torch.full((rows, outputs), torch.nan)
-    found = native.product(by, x, packed, bias, "relu", residual, out)
+    found = native_products.product(by, x, packed, bias, "relu", residual, out)
     _close(found, int8.int8_linear_reference(x, weight, bias, "relu", residual))
 
 

@@ -14,7 +14,8 @@ from fastgen.ops import native
 from fastgen.ops.activation import FUNCTIONS
 from fastgen.ops.dispatch import chosen, in_c, never, plain
 from fastgen.ops.linear import native_for
-from fastgen.ops.native import Int8Weight
+from fastgen.ops.native import products as native_products
+from fastgen.ops.native.products import Int8Weight
 
 MOST_INPUTS = 2**17
 """Most inputs of a weight in int8: sums of their products fit int32."""
@@ -104,7 +105,7 @@ def pack(weight: Tensor) -> Int8Weight | None:
     for start in range(0, count, step):
         panels = slice(start, start + step)
         rows = slice(start * width, (start + step) * width)
-        part = native.packed_bytes(by, *rounded(weight[rows]))
+        part = native_products.packed_bytes(by, *rounded(weight[rows]))
         packed.panels[panels] = part.panels
         packed.scales[rows], packed.sums[rows] = part.scales, part.sums
     return packed
@@ -136,7 +137,9 @@ def int8_linear(
     backend = chosen("int8_linear", never, lambda: _covers(x, weight, bias, residual), x)
     if not in_c(backend):
         return int8_linear_reference(x, unpacked(weight), bias, activation, residual)
-    return native.product(backend, x, weight, bias, activation, residual, x.new_empty(shape))
+    return native_products.product(
+        backend, x, weight, bias, activation, residual, x.new_empty(shape)
+    )
 
 
 def _covers(x: Tensor, weight: Int8Weight, bias: Tensor | None, residual: Tensor | None) -> bool:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from fastgen.ops import cpu_rules, native, processor
 from fastgen.ops.activation import activation_
 from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.native import products as native_products
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,7 +30,7 @@ class PanelWeight(NamedTuple):
     """A weight (N, K) in the layout of products in C.
 
     Attributes:
-        panels: The result of `ops.native.packed`.
+        panels: The result of `ops.native.products.packed`.
         outputs: N.
         inputs: K.
     """
@@ -116,7 +117,7 @@ def pack(weight: Tensor) -> PanelWeight | None:
     """
     weight = weight.detach()
     by = native_for(*weight.shape)
-    return None if by is None else PanelWeight(native.packed(by, weight), *weight.shape)
+    return None if by is None else PanelWeight(native_products.packed(by, weight), *weight.shape)
 
 
 def bytes_to_pack(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> int:
@@ -124,10 +125,10 @@ def bytes_to_pack(outputs: int, inputs: int, dtype: torch.dtype = torch.float32)
     by = native_for(outputs, inputs)
     if by is None:
         return 0
-    return dtype.itemsize * native.padded_inputs(inputs, dtype) * _in_panels(by, outputs)
+    return dtype.itemsize * native_products.padded_inputs(inputs, dtype) * _in_panels(by, outputs)
 
 
-def suits(packed: "PanelWeight | native.Int8Weight", outputs: int, inputs: int) -> bool:
+def suits(packed: "PanelWeight | native_products.Int8Weight", outputs: int, inputs: int) -> bool:
     """Return whether C would read a weight (outputs, inputs) packed as `packed` is."""
     by = native_for(outputs, inputs)
     return by is not None and packed.panels.shape[2] == by.panel
@@ -165,7 +166,7 @@ def linear(
     if not in_c(backend):  # operations are observed, or C was switched off after packing
         return _by_torch(x, weight.unpacked(), bias, activation, residual, out)
     out = x.new_empty(shape) if out is None else out
-    return native.product(backend, x, weight.panels, bias, activation, residual, out)
+    return native_products.product(backend, x, weight.panels, bias, activation, residual, out)
 
 
 def _covered_in_c(

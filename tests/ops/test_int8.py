@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastgen.ops import int8, native
 from fastgen.ops.activation import FUNCTIONS
 from fastgen.ops.counts import calls
+from fastgen.ops.native import products as native_products
 from tests.ops.test_native import variant  # noqa: F401  a fixture
 
 SHAPES = [(1, 1), (16, 32), (40, 512), (130, 513), (1100, 64), (64, 1030), (129, 31), (17, 2)]
@@ -43,8 +44,8 @@ def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _packed(by: native.Library, weight: Tensor) -> native.Int8Weight:
-    return native.packed_bytes(by, *int8.rounded(weight))
+def _packed(by: native.Library, weight: Tensor) -> native_products.Int8Weight:
+    return native_products.packed_bytes(by, *int8.rounded(weight))
 
 
 def _assert_equal(by: native.Library, x: Tensor, weight: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from fastgen.ops import native
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.counts import calls
 from fastgen.ops.native import build
+from fastgen.ops.native import products as native_products
+from fastgen.ops.native import selection as native_selection
 from fastgen.ops.selection.kbest import best_of_log_probs, best_of_log_probs_reference
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from tests import native_fuzz
@@ -442,7 +444,7 @@ def test_choice_between_equals(variant: str) -> None:
     def undecided(values: Tensor, hits: Tensor, finished: Tensor) -> bool:
         done, open_ = finished > -1e8, torch.ones(1, dtype=torch.bool)
         return (
-            native.choose(
+            native_selection.choose(
                 by, values, index, index, hits, finished, done, open_, -1e9, 1.0, 1.0, False
             )
             is None
@@ -558,7 +560,9 @@ def test_products(variant: str, rows: int, threads: int, monkeypatch: pytest.Mon
             _randn(outputs, seed=2),
         )
         residual, out = _randn(rows, outputs, seed=3), torch.full((rows, outputs), torch.nan)
-        found = native.product(by, x, native.packed(by, weight), bias, "relu", residual, out)
+        found = native_products.product(
+            by, x, native_products.packed(by, weight), bias, "relu", residual, out
+        )
         expected = torch.relu(x.double() @ weight.double().T + bias) + residual
         torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=1e-4)
 

@@ -16,6 +16,7 @@ from fastgen.ops.beam_attention import beam_attention
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding
+from fastgen.ops.native import products as native_products
 from fastgen.ops.selection.kbest import LogitsUpdates, kbest
 from fastgen.ops.selection.ngram_block import ngram_mask_
 from fastgen.ops.selection.token_mask import add_tokens_, empty_mask
@@ -40,14 +41,14 @@ def _attention(mask: Tensor) -> Any:
 def _product(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     by = native.library()
     assert by is not None
-    packed = linear.PanelWeight(native.packed(by, torch.ones(64, 32)), 64, 32)
+    packed = linear.PanelWeight(native_products.packed(by, torch.ones(64, 32)), 64, 32)
     return linear.linear(x, packed, bias, residual=residual)
 
 
 def _int8_product(x: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     by = native.library()
     assert by is not None
-    packed = native.packed_bytes(by, *int8.rounded(torch.ones(64, 32)))
+    packed = native_products.packed_bytes(by, *int8.rounded(torch.ones(64, 32)))
     return int8.int8_linear(x, packed, bias, residual=residual)
 
 

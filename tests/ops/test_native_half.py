@@ -13,6 +13,7 @@ from fastgen.ops import linear as linear_ops
 from fastgen.ops.activation import FUNCTIONS
 from fastgen.ops.counts import calls
 from fastgen.ops.native import build
+from fastgen.ops.native import products as native_products
 from tests.ops.test_native import variant  # noqa: F401  a fixture
 
 INF = torch.inf
@@ -39,7 +40,9 @@ def _by() -> native.Library:
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None, **given: object) -> Tensor:
     by, out = _by(), x.new_full((*x.shape[:-1], len(weight)), torch.nan)
     options = {"activation": None, "residual": None} | given
-    return native.product(by, x, native.packed(by, weight), bias, out=out, **options)  # type: ignore
+    return native_products.product(
+        by, x, native_products.packed(by, weight), bias, out=out, **options
+    )  # type: ignore
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -143,10 +146,10 @@ def test_linear(variant: str, dtype: torch.dtype) -> None:  # noqa: F811
 def test_layouts_of_weights(variant: str, shape: tuple[int, int]) -> None:  # noqa: F811
     """A weight is packed alike whether or not its pairs can be moved as they lie in memory."""
     weight, by = _randn(*shape, dtype=torch.bfloat16), _by()
-    wanted = native.packed(by, weight)
+    wanted = native_products.packed(by, weight)
     shifted = torch.cat([weight.new_zeros(1), weight.flatten()])[1:].view(shape)
     for other in (weight.T.contiguous().T, shifted):
-        assert torch.equal(native.packed(by, other), wanted)
+        assert torch.equal(native_products.packed(by, other), wanted)
     form = linear_ops.PanelWeight(wanted, *shape)
     assert torch.equal(form.unpacked(), weight)
 

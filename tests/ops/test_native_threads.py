@@ -16,6 +16,8 @@ from transformers import MarianConfig, MarianMTModel
 
 from fastgen.ops import native
 from fastgen.ops.counts import calls
+from fastgen.ops.native import products as native_products
+from fastgen.ops.native import selection as native_selection
 from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 
 PATIENCE = 20.0
@@ -101,9 +103,9 @@ def _randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _product(by: native.Library) -> Sequence[Tensor]:
-    packed = native.packed(by, _randn(1_000, 72))
+    packed = native_products.packed(by, _randn(1_000, 72))
     return [
-        native.product(by, _randn(rows, 72, seed=rows), packed, None, "gelu", None, out)
+        native_products.product(by, _randn(rows, 72, seed=rows), packed, None, "gelu", None, out)
         for rows in (1, 7, 200)
         for out in (torch.empty(rows, 1_000),)
     ]
@@ -115,7 +117,9 @@ def _attention(by: native.Library) -> Sequence[Tensor]:
 
 
 def _k_best(by: native.Library) -> Sequence[Tensor]:
-    found = native.k_best(by, _randn(5, 4, 3_001), _randn(5, 4, seed=1), 8, normalised=False)
+    found = native_selection.k_best(
+        by, _randn(5, 4, 3_001), _randn(5, 4, seed=1), 8, normalised=False
+    )
     assert found is not None
     return found
 
@@ -164,7 +168,9 @@ def test_no_more_threads_than_tasks(
     x = _randn(1, 32)
     for panels in (1, 2, 3):
         weight, out = _randn(panels * by.panel, 32, seed=1), torch.empty(1, panels * by.panel)
-        found = native.product(by, x, native.packed(by, weight), None, None, None, out)
+        found = native_products.product(
+            by, x, native_products.packed(by, weight), None, None, None, out
+        )
         torch.testing.assert_close(found, x @ weight.T)
     assert threads.sizes == [2, 3]
 

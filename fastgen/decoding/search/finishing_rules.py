@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, in_memory, never, plain, use_triton
+from fastgen.ops.native import selection as native_selection
 from fastgen.ops.selection import choice
 
 WORST = 100.0
@@ -124,7 +125,7 @@ class TransformersRule:
     def all_at_once(
         self, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor,
         finished: tuple[Tensor, Tensor], improvable: Tensor, new_tokens: int,
-    ) -> "native.Chosen | None":  # fmt: skip
+    ) -> "native_selection.Chosen | None":  # fmt: skip
         """Apply all rules of a step in one C call.
 
         Args:
@@ -157,7 +158,7 @@ class TransformersRule:
             new_tokens**self.length_penalty,
             (self.far or new_tokens) ** self.length_penalty,
         )
-        return native.choose(
+        return native_selection.choose(
             by,
             values,
             beam,

@@ -24,6 +24,7 @@ from fastgen.models.routing.instance import Routed, untouched
 from fastgen.ops import int8, native
 from fastgen.ops import linear as ops
 from fastgen.ops.activation import activation_
+from fastgen.ops.native import products as native_products
 
 MERGED = (0, 4 * 2**20)
 """Largest weight, in bytes, that is merged with others reading the same input: (CPU, device).
@@ -190,13 +191,13 @@ class Int8Linear(Linear):
     def _product(
         self,
         x: Tensor,
-        form: native.Int8Weight,
+        form: native_products.Int8Weight,
         activation: str | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
         return int8.int8_linear(x, form, self.module.bias, activation, residual)
 
-    def _form(self, x: Tensor) -> native.Int8Weight | None:
+    def _form(self, x: Tensor) -> native_products.Int8Weight | None:
         return self.in_panels()
 
 

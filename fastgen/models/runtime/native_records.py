@@ -23,6 +23,7 @@ from fastgen.models.runtime.encoder import EncoderSelfAttention
 from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
 from fastgen.ops import native
 from fastgen.ops.linear import native_for
+from fastgen.ops.native import products as native_products
 from fastgen.ops.native import step as c
 
 
@@ -90,17 +91,17 @@ def weight_of(by: native.Library, weight: Any, bias: Tensor | None) -> c.Weight:
         bias: (N,), or None.
     """
     address = None if bias is None else bias.data_ptr()
-    in_bytes = isinstance(weight, native.Int8Weight)
+    in_bytes = isinstance(weight, native_products.Int8Weight)
     others = [each.data_ptr() for each in (weight.scales, weight.sums)] if in_bytes else [None] * 2
-    kind = native.kind_of(by, weight if in_bytes else weight.panels)
+    kind = native_products.kind_of(by, weight if in_bytes else weight.panels)
     return c.Weight(weight.panels.data_ptr(), address, *others, weight.outputs, weight.inputs, kind)
 
 
 def _halves(wide: c.Weight, dtype: torch.dtype) -> tuple[c.Weight, c.Weight]:
     """Split a weight, whose bias has a dtype, into the halves of its outputs."""
-    half, size, in_bytes = wide.outputs // 2, dtype.itemsize, wide.kind != native.NUMBERS
-    in_numbers = size * native.padded_inputs(wide.inputs, dtype)
-    of_output = native.byte_row(wide.inputs) - 4 if in_bytes else in_numbers
+    half, size, in_bytes = wide.outputs // 2, dtype.itemsize, wide.kind != native_products.NUMBERS
+    in_numbers = size * native_products.padded_inputs(wide.inputs, dtype)
+    of_output = native_products.byte_row(wide.inputs) - 4 if in_bytes else in_numbers
     starts = wide.panels, wide.bias, wide.scales, wide.sums
     steps = of_output, size, 4, 4
     second = (
@@ -234,7 +235,9 @@ class Records:
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
         # Bytes of a row for products of int8; all products of a step are, or none.
         in_bytes = isinstance(self.products[0], Int8Linear)
-        self._byte_row = native.byte_row(max(p.inputs for p in self.products)) if in_bytes else 0
+        self._byte_row = (
+            native_products.byte_row(max(p.inputs for p in self.products)) if in_bytes else 0
+        )
         self.width: int = self.products[0].inputs  # Elements per row.
         self.dtype: torch.dtype = self.products[0].dtype  # Of weights, keys and values.
 

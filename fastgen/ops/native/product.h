@@ -10,7 +10,7 @@
 enum { NOTHING, RELU, GELU, GELU_TANH, SILU, RELU_SQUARED };
 
 /* How a weight is stored and multiplied: numbers of the dtype; bytes; bytes, by one instruction,
- * which `can_dot` detects. ops/native/__init__.py has the same codes. */
+ * which `can_dot` detects. ops/native/products.py has the same codes. */
 enum { NUMBERS, BYTES, BYTES_AT_ONCE };
 
 /* out = activation(x times the weight + bias) + residual, or times gate.

@@ -26,7 +26,7 @@ class Weight(ctypes.Structure):
     """A packed weight and its bias.
 
     Attributes:
-        panels: the packed weight, as returned by `ops.native.packed`, or in bytes.
+        panels: the packed weight, as returned by `ops.native.products.packed`, or in bytes.
         bias: (outputs,), or NULL.
         scales: the scales of a weight in bytes (`ops.native.Int8Weight`), or NULL.
         sums: its sums, or NULL.

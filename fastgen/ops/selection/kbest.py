@@ -31,6 +31,7 @@ from fastgen.ops.dispatch import (
     runs_kernels,
     use_triton,
 )
+from fastgen.ops.native import selection as native_selection
 from fastgen.ops.selection import kbest_kernels as kernels
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
 from fastgen.ops.selection.token_mask import unpacked
@@ -245,7 +246,7 @@ def kbest(
         and temperature == 1.0
         and not normalisers
     ):
-        found = native.k_best(backend, logits, scores, k, normalised=False, banned=banned)
+        found = native_selection.k_best(backend, logits, scores, k, normalised=False, banned=banned)
         if found is not None:
             return KBest(*found, None)
     log_probs, sums = _log_probs(
@@ -362,7 +363,7 @@ def _ranked(
 ) -> tuple[Tensor, Tensor]:
     """Rank log-probabilities in C if `by` is a library, else in torch; ties by `torch.topk`."""
     if in_c(by) and plain(log_probs):  # `_covered_in_c` did not look at the bias
-        best = native.k_best(by, log_probs, scores, k, normalised=True)
+        best = native_selection.k_best(by, log_probs, scores, k, normalised=True)
         return best or best_of_log_probs_reference(log_probs, scores, k)
     return _ranked_in_groups(log_probs, scores, k)
 

@@ -7,8 +7,8 @@ torch's time.
 import torch
 from torch import Tensor
 
-from fastgen.ops import native
 from fastgen.ops.dispatch import chosen, in_c, plain
+from fastgen.ops.native import selection as native_selection
 
 
 def log_softmax_reference(
@@ -40,7 +40,7 @@ def log_softmax(
         target = (
             torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
         )
-        return native.log_softmax(backend, logits, target)
+        return native_selection.log_softmax(backend, logits, target)
     return log_softmax_reference(logits, dtype, out)
 
 

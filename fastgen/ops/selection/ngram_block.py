@@ -6,7 +6,6 @@ Source: Paulus et al. 2018 (trigram blocking); FastSeq section 3.2 (blocking on 
 import torch
 from torch import Tensor
 
-from fastgen.ops import native
 from fastgen.ops.dispatch import (
     TRITON,
     cdiv,
@@ -21,6 +20,7 @@ from fastgen.ops.dispatch import (
     tl,
     use_triton,
 )
+from fastgen.ops.native import selection as native_selection
 from fastgen.ops.selection.token_mask import add_bits, add_tokens_, empty_mask
 
 ONE_PROGRAM = 4096
@@ -127,7 +127,7 @@ def ngram_mask_(
         _launch(mask, ids, n, texts, vocabulary, 1, packed=True, length=length)
         return mask
     if in_c(backend):
-        native.add_repeats(backend, mask, ids, n, texts, vocabulary)
+        native_selection.add_repeats(backend, mask, ids, n, texts, vocabulary)
         return mask
     hit, follower = _hits(ids, n, texts, vocabulary, length)
     return add_tokens_(mask, torch.where(hit, follower, -1), vocabulary)

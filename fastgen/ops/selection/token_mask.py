@@ -7,7 +7,6 @@ takes a thirty-second of the memory of fp32 scores, and banning a token twice ha
 import torch
 from torch import Tensor
 
-from fastgen.ops import native
 from fastgen.ops.dispatch import (
     TRITON,
     cdiv,
@@ -20,6 +19,7 @@ from fastgen.ops.dispatch import (
     power_of_two,
     tl,
 )
+from fastgen.ops.native import selection as native_selection
 
 
 def empty_mask(rows: int, vocabulary: int, device: torch.device) -> Tensor:
@@ -75,7 +75,7 @@ def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
     )
     backend = chosen("token_mask", lambda: count > 0, able_in_c, mask, tokens)
     if in_c(backend):
-        native.add_tokens(backend, mask, tokens, vocabulary)
+        native_selection.add_tokens(backend, mask, tokens, vocabulary)
         return mask
     if backend is not TRITON:
         return mask.copy_(add_tokens_reference(mask, tokens, vocabulary))
