@@ -15,6 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from fastgen.ops import native
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.streaming.generate_batch import read_prompt
@@ -64,6 +65,10 @@ def init_continuous_batching(
         reason = "the model keeps its manager"
     elif others:
         reason = f"{others[0]} is given"
+    elif native.library() is None and options.beams == 1 and not options.encoder_decoder:
+        reason = (
+            f"{native.why_off()}; without operations in C, requests that come one by one are slower"
+        )
     else:
         reason = reason_for_paged(self, options, batching)
     if reason is not None:

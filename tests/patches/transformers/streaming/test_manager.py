@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 import fastgen
 from fastgen.decoding.batching import continuous_batching
+from fastgen.ops import native
 from fastgen.patches.transformers.streaming import manager as managers
 from fastgen.patches.transformers.streaming.manager import RequestManager
 from tests.patches.transformers.streaming.test_generate_batch import (
@@ -243,6 +244,17 @@ def test_other_arguments_have_a_reason() -> None:
     with contextlib.suppress(Exception):  # of transformers' own
         model.init_continuous_batching(GenerationConfig(max_new_tokens=2), **kwargs)
     assert "logits_processor is given" in fastgen.status()[NAME].fallbacks
+
+
+def test_without_c_transformers_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "why_off", lambda: "no library")
+    model = zoo.build("llama")
+    options = GenerationConfig(max_new_tokens=2)
+    assert not isinstance(model.init_continuous_batching(options), RequestManager)
+    assert any("one by one are slower" in why for why in fastgen.status()[NAME].fallbacks)
+    options.num_beams = 2
+    assert isinstance(model.init_continuous_batching(options), RequestManager)
 
 
 def test_stops(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
