@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.decoding.backends.captured_beam_search import CapturedBeamSearch
 from fastgen.models.cuda_graphs import graph
-from fastgen.models.runtime import decode_step as step
+from fastgen.models.runtime import sublayers
 from fastgen.ops.rotation import Rotation
 from fastgen.patches.transformers.generate.report import CallReport, last_call
 from tests.models.test_fused import FAMILIES, FIELDS, METHODS, _build
@@ -552,13 +552,13 @@ def test_what_cannot_be_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 
 def test_a_value_that_is_asked_for(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorder rejects what a graph rejects: a step in which Python reads a computed value."""
-    rotated = step.rotated
+    rotated = sublayers.rotated
 
     def asking(x: torch.Tensor, rotation: Rotation) -> Any:
         assert rotation.cosine.max() <= 1
         return rotated(x, rotation)
 
-    monkeypatch.setattr(step, "rotated", asking)
+    monkeypatch.setattr(sublayers, "rotated", asking)
     call = _same(_build("llama"), zoo.batch(_build("llama"), 3, 9) | {"max_new_tokens": 20})
     assert graphs.captures == 0
     assert any("not permitted" in text for text in call.plan.left_off)
