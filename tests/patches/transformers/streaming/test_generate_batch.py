@@ -261,5 +261,7 @@ def test_processors_as_arguments_have_a_reason() -> None:
     model = zoo.build("llama")
     kwargs: dict[str, Any] = {"prefix_allowed_tokens_fn": lambda batch, ids: [60]}
     with contextlib.suppress(Exception):  # of transformers' own manager
-        model.generate_batch([[50]], GenerationConfig(max_new_tokens=2), **kwargs)
+        model.generate_batch(
+            [[50]], GenerationConfig(max_new_tokens=2), ContinuousBatchingConfig(**SMALL), **kwargs
+        )
     assert "prefix_allowed_tokens_fn is given" in _reasons()
