@@ -38,6 +38,8 @@ class Plan:
         not_in_c: Why fused decode steps on a CPU run as torch operations instead of in C; empty
             if they run in C.
         int8: Whether decode steps run on weights rounded to int8, which changes the output.
+        common: First tokens that the prompts of all sentences have in common, which run once; 0 if
+            every prompt runs whole.
         family: What the verdict on a family without a spec depends on; None for other families, and
             where keys and values are not shared.
     """
@@ -52,6 +54,7 @@ class Plan:
     left_off: tuple[str, ...] = ()
     not_in_c: str = ""
     int8: bool = False
+    common: int = 0
     family: tuple[object, ...] | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -29,6 +29,7 @@ class LayerKV:
         memory: Allocator of the buffers.
         expected: Beams M of the decode steps to come, for which `extend` reserves room; 0 if only
             the prefix is stored.
+        prompt: Tokens of the prefix, for which `extend` reserves room.
 
     Attributes:
         prefix: Length of the shared prefix S in tokens.
@@ -37,8 +38,9 @@ class LayerKV:
         beams: Beams per sentence M.
     """
 
-    def __init__(self, longest: int, memory: Memory, expected: int = 0) -> None:
+    def __init__(self, longest: int, memory: Memory, expected: int = 0, prompt: int = 0) -> None:
         self.longest, self.memory, self.expected = longest, memory, expected
+        self.prompt = prompt
         self.prefix = 0
         self.steps = self.filled = 0
         self.beams = 1
@@ -81,11 +83,11 @@ class LayerKV:
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """Append L tokens that all beams share; keys and values are (B, Hkv, L, D)."""
         added = keys.shape[2]
-        prefix = self.prefix + added
+        prefix = max(self.prefix + added, self.prompt)
         steps = room.room_for(0, self.longest, keys, self._elements(keys) * self.expected)
-        self._reserve(
-            keys, values, prefix + steps * self.expected, prefix + self.longest * self.expected
-        )
+        least = prefix + steps * self.expected
+        if self._keys is None or self._keys.shape[2] < least:
+            self._reserve(keys, values, least, prefix + self.longest * self.expected)
         assert self._keys is not None
         assert self._values is not None
         self._keys[:, :, self.prefix : self.prefix + added] = keys

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import Norm, NormLike
+from fastgen.models.layers.positions import Bias
 from fastgen.models.runtime.step_inputs import StepInputs
 from fastgen.models.runtime.sublayers import CrossAttention, SelfAttention, Sublayer
 from fastgen.ops.dispatch import runs_kernels
@@ -133,8 +134,17 @@ class DecoderStep:
     @property
     def counts_padding(self) -> bool:
         """Whether attention needs the number of padding tokens, which position ids do not tell."""
-        biases = (s.mixer.bias for s in self.sublayers if isinstance(s.mixer, SelfAttention))
-        return any(bias is not None and bias.by_position for bias in biases)
+        return any(bias.by_position for bias in self._biases)
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether self-attention adds a bias by distance or position to its scores."""
+        return bool(self._biases)
+
+    @property
+    def _biases(self) -> list[Bias]:
+        mixers = (sub.mixer for sub in self.sublayers if isinstance(sub.mixer, SelfAttention))
+        return [mixer.bias for mixer in mixers if mixer.bias is not None]
 
     def __call__(self, ids: Tensor, context: StepInputs) -> Tensor:
         """Run the decode step.

@@ -134,6 +134,7 @@ class SharedCache:
         stock: Cache that `generate` made or was given, and that this one replaces. The rows of a
             sentence hold the same in it, so each sentence is copied once.
         memory: Allocator of the KV buffers.
+        prompt: Tokens of the prompt, for which room is reserved.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class SharedCache:
         device: torch.device,
         stock: Cache,
         memory: Memory,
+        prompt: int,
     ) -> None:
         self.sentences, self.beams, self.longest = sentences, beams, longest
         self.device, self.stock = device, stock
@@ -158,7 +160,8 @@ class SharedCache:
         owner = weakref.proxy(self)
         own = Cache(
             layer_class_to_replicate=cast(
-                Any, partial(_Layer, owner, self.text, partial(layer, expected=beams))
+                Any,
+                partial(_Layer, owner, self.text, partial(layer, expected=beams, prompt=prompt)),
             )
         )
         self.as_seen: Cache = own  # the cache passed to the model
@@ -217,6 +220,18 @@ class SharedCache:
     def keep_text(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's self-attention keys and values (B, Hkv, L, D), as its module would."""
         parts_of(self.as_seen)[0].update(keys, values, layer)
+
+    def keep_common(self, cache: Cache) -> None:
+        """Store the keys and values of tokens that the prompts of all sentences begin with.
+
+        Args:
+            cache: A cache of transformers with one row.
+        """
+        for index, layer in enumerate(parts_of(cache)[0].layers):
+            keys, values = (
+                states.expand(self.sentences, -1, -1, -1) for states in (layer.keys, layer.values)
+            )
+            self.keep_text(index, keys, values)
 
     def keep_source(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's cross-attention keys and values (B, Hkv, S, D), as its module would."""

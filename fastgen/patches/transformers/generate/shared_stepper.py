@@ -41,6 +41,7 @@ from fastgen.patches.transformers.generate.captured_module_step import CapturedM
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder, source_mask
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.report import CallReport
+from fastgen.patches.transformers.planning import common_prompt
 from fastgen.patches.transformers.planning.decide import reason_not_to_capture
 from fastgen.patches.transformers.planning.sharing import (
     MODULES_CANNOT,
@@ -98,8 +99,9 @@ class SharedStepper(ModuleStepper):
         )
         stock = model_kwargs[CACHE]
         self.cache: SharedCache | None = SharedCache(
-            plan.sentences, plan.beams, longest, model.device, stock, memory_of(model)
-        )
+            plan.sentences, plan.beams, longest, model.device, stock, memory_of(model),
+            input_ids.shape[1],
+        )  # fmt: skip
         model_kwargs[CACHE] = self.cache.as_seen
         self.of_weights = step
         self.fused: FusedDecoder | None = None
@@ -145,8 +147,13 @@ class SharedStepper(ModuleStepper):
     def prefill(self) -> Tensor:
         assert self.cache is not None
         m = self.plan.beams
+        ids = self.input_ids[::m]
+        if self.plan.common:
+            ids, self.kwargs = common_prompt.common_first(
+                self.input_ids, self.kwargs, self.plan.common, m
+            )
         first = {name: _every(m, value) for name, value in self.kwargs.items()}
-        outputs = self._prompt(self.cache, first)
+        outputs = self._prompt(self.cache, ids, first)
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
         if self.cache.has_gaps:
@@ -162,13 +169,16 @@ class SharedStepper(ModuleStepper):
             self.captured = CapturedModules(self.model, self.cache)
         return logits
 
-    def _prompt(self, cache: SharedCache, kwargs: dict[str, Any]) -> Any:
+    def _prompt(self, cache: SharedCache, ids: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run prefill and return the outputs of the model's forward, or equivalent fused outputs.
 
         Args:
+            ids: (B, P) int64, the prompts.
             kwargs: Arguments of the forward, at B rows.
         """
-        step, ids = self.of_weights, self.input_ids[:: self.plan.beams]
+        step = self.of_weights
+        if self.plan.common:
+            return common_prompt.prefill(self.model, ids, kwargs, self.plan.common, cache)
         if step is None or not self._is_first_token(cache, step, kwargs):
             return compat.prefill(self.model, ids, self.config, kwargs)
         states, mask = kwargs["encoder_outputs"][0], source_mask(self.model, kwargs, step.dtype)

@@ -112,6 +112,8 @@ class Explanation:
                 ", shared by its rows" if plan.beams > 1 else ""
             )
             lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
+            if plan.common:
+                lines.append(("prompt", f"the first {plan.common} tokens, alike in all, run once"))
             steps = "from the weights" if plan.fused else "through the model's own modules"
             lines.append(("decode steps", steps + (", as CUDA graphs" if plan.graphs else "")))
             if plan.int8:

@@ -19,6 +19,7 @@ from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of
 from fastgen.patches.transformers.generate import captured_module_step, first_tokens, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method, method_of
+from fastgen.patches.transformers.planning import common_prompt
 from fastgen.patches.transformers.planning.row_removal import looks_at_rows, reason_not_to_drop
 from fastgen.patches.transformers.planning.sharing import (
     MODULES_CANNOT,
@@ -79,13 +80,18 @@ def decide(
     family = None
     if reason is None and not is_listed(model):
         reason, family = reason_of_family(model, method, input_ids, config, kwargs, beams)
+    common, few = 0, None
+    if reason is None and method != "contrastive search":
+        common = common_prompt.common_tokens(model, input_ids, config, kwargs, beams)
     if reason is None and beams == 1 and method is None and not drafts:
-        reason = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
+        few = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
+        reason = None if common else few
     if reason is not None:
         left_off.append(not_shared(reason))
     shared = not left_off
     step, new_tokens = None, config.max_length - input_ids.shape[1]
-    if shared and (new_tokens > 1 or drafts or method is not None or has_own_attention(model)):
+    steps = new_tokens > 1 or drafts or method is not None or has_own_attention(model)
+    if shared and (steps or common):
         try:
             step = fused_decoder.step(
                 model, config, kwargs, longest_text(model, input_ids, config, kwargs)
@@ -93,7 +99,10 @@ def decide(
         except NotFused as reason_not:
             shared = beams == 1 or not has_own_attention(model)
             left_off += [] if shared else [not_shared(MODULES_CANNOT)]
-            left_off.append(by_modules(reason_not))
+            left_off += [by_modules(reason_not)] if steps else []
+    common = common if common_prompt.supports(step, kwargs) else 0
+    if few is not None and shared and not common:
+        shared, step, left_off = False, None, [not_shared(few)]
     samples = beams if loop == "sample" and method is None else 1
     request = call_of(model).suspension
     reason = reason_not_to_drop(
@@ -137,6 +146,7 @@ def decide(
         left_off=tuple(left_off),
         not_in_c="" if step is None else why_not_in_c(step),
         int8=int8_step.is_requested() and not refused,
+        common=common,
         family=family,
     )
     return plan, step

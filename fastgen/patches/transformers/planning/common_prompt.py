@@ -1,0 +1,118 @@
+"""Prompts that begin alike: whether their common tokens run once, and how they run.
+
+The model's own modules run the common tokens at one row. Then they run what follows in each prompt,
+over a cache that holds the keys and values of the common tokens.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache
+
+from fastgen.decoding.kv_cache import common_prefix
+from fastgen.decoding.kv_cache.common_prefix import begin_alike, is_on_the_left, padding_of
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.cache.shared_cache import SharedCache
+from fastgen.patches.transformers.compat import CACHE
+
+_MASK, _POSITIONS = _BY_TOKEN = ("attention_mask", "position_ids")
+
+
+def common_tokens(
+    model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int
+) -> int:
+    """Return how many first tokens of all prompts are to run once; 0 for none.
+
+    Args:
+        input_ids: (B * M, P) int64.
+        kwargs: Arguments of the model's forward, at B * M rows.
+        beams: M.
+    """
+    mask, positions = (kwargs.get(name) for name in _BY_TOKEN)
+    cache, (rows, length) = kwargs.get(CACHE), input_ids.shape
+    if rows == beams or length <= common_prefix.LEAST:
+        return 0
+    if (
+        model.config.is_encoder_decoder
+        or kwargs.get("inputs_embeds") is not None
+        or getattr(config, "prefill_chunk_size", None) is not None
+        or cache is None
+        or compat.is_user_provided(cache)
+        or (mask is not None and mask.shape != input_ids.shape)
+        or (positions is not None and positions.shape[1:] != input_ids.shape[1:])
+    ):
+        return 0
+    ids = input_ids[::beams]
+    mask, positions = (None if each is None else each[::beams] for each in (mask, positions))
+    padding = padding_of(mask)
+    if not begin_alike(ids, padding) or (
+        padding is not None
+        and mask is not None
+        and (
+            not is_on_the_left(mask, padding)
+            or positions is None
+            or len(positions) != len(ids)
+            or config.return_dict_in_generate  # the caller sees where keys and values are
+        )
+    ):
+        return 0
+    common = common_prefix.common_tokens(ids, padding, positions)
+    width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 0)
+    return common if common_prefix.pays(len(ids), length, common, width) else 0
+
+
+def supports(step: DecoderStep | None, kwargs: dict[str, Any]) -> bool:
+    """Return whether the modules of a model can run common tokens once.
+
+    Its decode step shows that they are the toolkit's own. A bias by distance counts slots, so
+    padding cannot follow the common tokens.
+    """
+    return step is not None and not (step.has_bias and padding_of(kwargs.get(_MASK)) is not None)
+
+
+def common_first(
+    input_ids: Tensor, kwargs: dict[str, Any], common: int, beams: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return token ids and arguments with the common tokens before the padding.
+
+    Args:
+        input_ids: (B * M, P) int64.
+        kwargs: Arguments of the model's forward, at B * M rows.
+        common: Tokens that all prompts begin with.
+        beams: M.
+
+    Returns:
+        Token ids (B, P), and the arguments at B * M rows.
+    """
+    padding = padding_of(kwargs.get(_MASK))
+    if padding is None:
+        return input_ids[::beams], kwargs
+    order = common_prefix.common_first(padding, common, input_ids.shape[1])
+    moved = {name: kwargs[name].gather(1, order) for name in _BY_TOKEN}
+    return input_ids.gather(1, order)[::beams], kwargs | moved
+
+
+def prefill(
+    model: Any, ids: Tensor, kwargs: dict[str, Any], common: int, cache: SharedCache
+) -> Any:
+    """Run the common tokens of all prompts once, then the rest of each prompt.
+
+    Args:
+        ids: (B, P) int64, with the common tokens first.
+        kwargs: Arguments of the model's forward, at B rows.
+        common: Tokens that all prompts begin with.
+        cache: Gets the keys and values.
+
+    Returns:
+        The outputs of the last forward, whose logits end with those of each prompt's last token.
+    """
+    once = DynamicCache()
+    first = {name: value for name, value in kwargs.items() if name not in _BY_TOKEN} | {CACHE: once}
+    if (positions := kwargs.get(_POSITIONS)) is not None:
+        first[_POSITIONS] = positions[:1, :common]
+    model(**model.prepare_inputs_for_generation(ids[:1, :common], **first), return_dict=True)
+    cache.keep_common(once)
+    rest = ids.shape[1] - common
+    inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=rest, **kwargs)
+    return model(**inputs, return_dict=True)

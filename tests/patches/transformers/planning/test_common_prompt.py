@@ -1,0 +1,301 @@
+"""Check calls whose prompts begin alike: common tokens run once, and the output is the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+import fastgen
+from fastgen.decoding.kv_cache import common_prefix
+from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.generate.report import last_call
+from fastgen.patches.transformers.planning import common_prompt
+from tests.support import zoo
+from tests.support.parity import assert_same
+
+SENTENCES, COMMON, OWN = 7, 37, 9
+METHODS: dict[str, dict[str, Any]] = {
+    "one token": {"max_new_tokens": 1},
+    "greedy": {"max_new_tokens": 9, "eos_token_id": [2, *range(4, 30)]},
+    "samples": {"max_new_tokens": 5, "do_sample": True, "num_return_sequences": 2},
+    "beams": {"max_new_tokens": 9, "num_beams": 3, "eos_token_id": [2, *range(4, 16)]},
+    "diverse": {
+        "max_new_tokens": 5, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _however_small_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common_prefix, "SAVED", 0)
+
+
+def prompts(padded: bool, common: int = COMMON, seed: int = 0) -> dict[str, Tensor]:
+    """Return prompts with `common` tokens in common; padded ones have 1 to 9 tokens more."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = lambda count: torch.randint(4, zoo.VOCABULARY, (count,), generator=generator)  # noqa: E731
+    first, ids, mask = drawn(common), list[Tensor](), list[Tensor]()
+    for row in range(SENTENCES):
+        own = drawn(OWN - row * 4 % OWN if padded else OWN)
+        own[0] = 4 + row  # so that no more tokens are in common
+        missing = common + OWN - len(first) - len(own)
+        text = torch.cat([first, own])
+        ids.append(nn.functional.pad(text, (missing, 0), value=zoo.PAD))
+        mask.append(nn.functional.pad(torch.ones_like(text), (missing, 0)))
+    return {"input_ids": torch.stack(ids), "attention_mask": torch.stack(mask)}
+
+
+def _common() -> int:
+    """Return how many tokens the newest call ran once."""
+    report = last_call()
+    assert report is not None
+    return report.plan.common
+
+
+def _planned(model: Any, **kwargs: Any) -> int:
+    plan = fastgen.explain(model, **kwargs).plan
+    assert plan is not None
+    return plan.common
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return the shapes of the token ids of each forward while common tokens are run once."""
+    shapes: list[tuple[int, ...]] = []
+    prefill = common_prompt.prefill
+
+    def recorded(model: Any, *args: Any) -> Any:
+        embeddings = model.get_input_embeddings()
+        with embeddings.register_forward_hook(
+            lambda module, inputs, output: shapes.append(tuple(inputs[0].shape))
+        ):
+            return prefill(model, *args)
+
+    monkeypatch.setattr(common_prompt, "prefill", recorded)
+    return shapes
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "family", ["gpt2", "llama", "opt", "phi3", "gpt_neox", "gptj", "falcon", "qwen3", "mixtral"]
+)
+def test_the_output_is_the_same(
+    family: str, method: str, padded: bool, forwards: list[tuple[int, ...]]
+) -> None:
+    model, kwargs = zoo.build(family), prompts(padded) | METHODS[method]
+    if method == "diverse":  # transformers has no such search any more
+        ours = model.generate(**kwargs)
+        forwards.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(common_prompt, "common_tokens", lambda *_: 0)
+            assert torch.equal(ours, model.generate(**kwargs))
+        assert not forwards
+        return
+    assert_same(model, kwargs)
+    assert _common() == COMMON
+    assert forwards == [(1, COMMON), (SENTENCES, OWN)]
+    report = last_call()
+    assert report is not None
+    assert report.plan.fused
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon-rw", "mpt", "gpt_neo"])
+def test_biases_by_distance(family: str) -> None:
+    """Padding must not come between tokens, whose distance would change."""
+    model = zoo.build(family)
+    kwargs = prompts(padded=False) | {"max_new_tokens": 6, "no_repeat_ngram_size": 2}
+    assert_same(model, kwargs)
+    assert _common() == COMMON
+    kwargs |= prompts(padded=True)
+    assert _planned(model, **kwargs) == 0
+    assert_same(model, kwargs)
+
+
+def test_a_window_that_the_text_fits_into() -> None:
+    model = zoo.build("cohere2")
+    assert_same(model, prompts(padded=True) | {"max_new_tokens": 9, "num_beams": 2})
+    assert _common() == COMMON
+    assert _planned(zoo.build("mistral"), **prompts(padded=True), max_new_tokens=9) == 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_returned_caches_scores_and_logits(family: str, options: dict[str, Any]) -> None:
+    model = zoo.build(family)
+    returned = {
+        "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+        "max_new_tokens": 7,
+    }  # fmt: skip
+    assert_same(model, prompts(padded=False) | returned | options)
+    assert _common() == COMMON
+    assert_same(model, prompts(padded=True) | returned | options)
+    assert _common() == 0  # keys and values of padding are returned as well
+
+
+def test_processors_read_the_prompt_as_it_is() -> None:
+    model = zoo.build("llama")
+    options = {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "repetition_penalty": 1.7}
+    for padded in (False, True):
+        assert_same(model, prompts(padded) | options)
+        assert _common() == COMMON
+        assert_same(model, prompts(padded) | options | {"prompt_lookup_num_tokens": 3})
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_drafts_of_a_small_model(padded: bool) -> None:
+    model, small = zoo.build("llama"), zoo.build("llama", seed=1)
+    kwargs = prompts(padded) | {"max_new_tokens": 9}
+    ours = model.generate(**kwargs, assistant_model=small, lossless=True)
+    with fastgen.disabled():
+        assert torch.equal(ours, model.generate(**kwargs))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_single_precision(padded: bool, beams: int) -> None:
+    """In C, where there is a library."""
+    torch.manual_seed(0)
+    model = tf.GPT2LMHeadModel(
+        tf.GPT2Config(
+            vocab_size=zoo.VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=128,
+            initializer_range=0.3, pad_token_id=zoo.PAD, bos_token_id=1, eos_token_id=zoo.EOS,
+        )
+    ).eval()  # fmt: skip
+    kwargs = prompts(padded) | {"max_new_tokens": 12, "num_beams": beams}
+    for _ in range(2):  # the first call compares a step with the modules
+        ours = model.generate(**kwargs)
+        assert _common() == COMMON
+    with fastgen.disabled():
+        assert torch.equal(ours, model.generate(**kwargs))
+
+
+def test_equal_prompts() -> None:
+    model, kwargs = zoo.build("gpt2"), prompts(padded=False)
+    kwargs = {name: value[:1].expand(5, -1) for name, value in kwargs.items()}
+    assert_same(model, kwargs | {"max_new_tokens": 5})
+    assert _common() == COMMON + OWN - 1
+
+
+def test_padding_of_every_row() -> None:
+    model, kwargs = zoo.build("gpt2"), prompts(padded=True)
+    kwargs = {name: nn.functional.pad(value, (3, 0)) for name, value in kwargs.items()}
+    assert_same(model, kwargs | {"max_new_tokens": 5})
+    assert _common() == COMMON
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_position_ids_of_the_caller(family: str) -> None:
+    model, kwargs = zoo.build(family), prompts(padded=False) | {"max_new_tokens": 5}
+    positions = torch.arange(COMMON + OWN).expand(SENTENCES, -1) + 5
+    assert_same(model, kwargs | {"position_ids": positions})
+    assert _common() == COMMON
+    positions = positions.clone()
+    positions[2, COMMON - 3 :] += 2
+    assert_same(model, kwargs | {"position_ids": positions})
+    assert _common() == COMMON - 3
+
+
+def test_modules_that_go_on_alone() -> None:
+    """The model's own modules run all later steps over the same keys and values."""
+    for padded in (False, True):
+        for beams in (1, 3):
+            model = zoo.build("llama")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    "fastgen.patches.transformers.generate.shared_stepper.verdict",
+                    lambda *_: "a reason",
+                )
+                assert_same(model, prompts(padded) | {"max_new_tokens": 6, "num_beams": beams})
+            report = last_call()
+            assert report is not None
+            assert (report.plan.common, report.plan.fused) == (COMMON, False)
+
+
+def _hooked(model: Any) -> dict[str, Any]:
+    model.get_decoder().layers[0].register_forward_hook(lambda *_: None)
+    return {}
+
+
+def _in_training(model: Any) -> dict[str, Any]:
+    model.config.attention_dropout = 0.1
+    for layer in model.get_decoder().layers:
+        layer.self_attn.attention_dropout = 0.1
+    model.train()
+    return {}
+
+
+def _cache(model: Any) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompts(padded=False)["input_ids"][:, :3], **{CACHE: cache})
+    return cache
+
+
+REFUSED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "use_cache": lambda _: {"use_cache": False},
+    "chunks": lambda _: {"prefill_chunk_size": 16},
+    "a given cache": lambda model: {CACHE: _cache(model)},
+    "embeddings": lambda model: {
+        "inputs_embeds": model.get_input_embeddings()(prompts(padded=False)["input_ids"]).detach()
+    },
+    "hidden states": lambda _: {"return_dict_in_generate": True, "output_hidden_states": True},
+    "attentions": lambda _: {"return_dict_in_generate": True, "output_attentions": True},
+    "contrastive search": lambda _: {"penalty_alpha": 0.6, "top_k": 3},
+    "one prompt": lambda _: {name: value[:1] for name, value in prompts(padded=False).items()},
+    "few tokens": lambda _: prompts(padded=False, common=common_prefix.LEAST - 1),
+    "a hook": _hooked,
+    "dropout": _in_training,
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_runs_whole(case: str, forwards: list[tuple[int, ...]]) -> None:
+    model = zoo.build("llama")
+    kwargs = prompts(padded=False) | {"max_new_tokens": 6}
+    assert _planned(model, **kwargs) == COMMON
+    kwargs |= REFUSED[case](model)
+    if "inputs_embeds" in kwargs:
+        del kwargs["input_ids"]
+    if case == "contrastive search":
+        model.generate(**kwargs)
+    else:
+        assert_same(model, kwargs)
+    assert not forwards
+
+
+def test_padding_on_the_right_and_other_beginnings() -> None:
+    model, kwargs = zoo.build("llama"), prompts(padded=False)
+    other = {name: value.clone() for name, value in kwargs.items()}
+    other["input_ids"][4, 20] += 1
+    assert _planned(model, **other, max_new_tokens=6) == 0
+    for place in (slice(-3, None), slice(COMMON + 1, COMMON + 3)):
+        other = {name: value.clone() for name, value in kwargs.items()}
+        other["attention_mask"][3, place] = 0
+        assert _planned(model, **other, max_new_tokens=6) == 0
+        assert_same(model, other | {"max_new_tokens": 6})
+
+
+def test_one_new_token(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One new token alone is no reason for fastgen's loop; common tokens are."""
+    model, kwargs = zoo.build("gpt2"), prompts(padded=False)
+    explanation = fastgen.explain(model, **kwargs, max_new_tokens=1)
+    assert explanation.plan is not None
+    assert explanation.plan.shared
+    assert f"the first {COMMON} tokens, alike in all, run once" in str(explanation)
+    monkeypatch.setattr(common_prefix, "SAVED", 1 << 30)
+    explanation = fastgen.explain(model, **kwargs, max_new_tokens=1)
+    assert explanation.plan is not None
+    assert not explanation.plan.shared
+    assert "run once" not in str(explanation)
+    assert_same(model, kwargs | {"max_new_tokens": 1})
+    monkeypatch.setattr(common_prefix, "SAVED", 0)
+    setting("FASTGEN_STEP", "module")  # nothing shows that the modules are plain
+    explanation = fastgen.explain(model, **kwargs, max_new_tokens=1)
+    assert explanation.plan is not None
+    assert (explanation.plan.shared, explanation.plan.common) == (False, 0)
+    assert explanation.notes[0].endswith("at most 1 new tokens, too few to gain")
