@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 import fastgen
 from fastgen.decoding.backends.captured_selection import CapturedSelection
@@ -76,6 +77,45 @@ def test_the_next_call_captures_nothing(family: str, selection: str, graphs: Gra
     assert _call(graphs, model, options, sentences=2, seed=3) == 0
     assert _call(graphs, model, options, seed=5) == 0
     assert torch.equal(first, returned), "memory of a graph was returned"
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ({"typical_p": 0.2}, {"typical_p": 0.95}),
+        ({"epsilon_cutoff": 1e-4}, {"epsilon_cutoff": 0.05}),
+        ({"remove_invalid_values": True}, {"renormalize_logits": True}),
+    ],
+    ids=["typical", "epsilon", "kinds"],
+)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_options_of_a_processor(
+    beams: int, pair: tuple[dict[str, Any], ...], graphs: Graphs
+) -> None:
+    """Graphs with one option of a processor do not serve calls with another."""
+    model = _build("gpt2")
+    drawn = {"do_sample": True, "num_beams": beams, "top_k": 0}
+    captured = [_call(graphs, model, drawn | options) for options in (*pair, *pair)]
+    assert captured[1] > 0
+    assert captured[2:] == [0, 0]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_tensors_of_processors_are_left_alone(beams: int, graphs: Graphs) -> None:
+    """A user's processors keep their tokens, and ban them, in whatever order they are used."""
+    model = _build("gpt2")
+    banned = [5, 6, 7, 14, 33, 49], [1, 2, 3, 8, 70, 82]
+    processors = [SuppressTokensLogitsProcessor(tokens, device="cpu") for tokens in banned]
+    kwargs = zoo.batch(model, 3, 9) | {"num_beams": beams}
+    kwargs |= {"max_new_tokens": 20, "min_new_tokens": 20}
+    for i in (0, 1, 0, 1):
+        fresh = SuppressTokensLogitsProcessor(banned[i], device="cpu")
+        with fastgen.disabled():
+            expected = model.generate(**kwargs, logits_processor=LogitsProcessorList([fresh]))
+        found = model.generate(**kwargs, logits_processor=LogitsProcessorList([processors[i]]))
+        assert torch.equal(found, expected)
+        assert [each.suppress_tokens.tolist() for each in processors] == [*banned]
+    assert graphs.captured["_select_tokens"] == 1
 
 
 def _storages(*tensors: Tensor) -> set[int]:
@@ -190,7 +230,15 @@ class _Part:
     function: Any = None
 
 
-_Part.__module__ = "fastgen.tests"
+class _List(list[Any]):
+    pass
+
+
+class _Slotted:
+    __slots__ = ("number",)
+
+
+_Part.__module__ = _List.__module__ = _Slotted.__module__ = "fastgen.tests"
 
 
 def _facts(part: _Part) -> object:
@@ -218,6 +266,12 @@ def test_facts() -> None:
     ):  # fmt: skip
         with pytest.raises(NotKept):
             _facts(_Part(1.0, zeros, [unknown]))
+    assert _facts(_Part(1.0, zeros, _List([1]))) != _facts(_Part(1.0, zeros, _List([2])))
+    described = _List()
+    described.name = "attributes and items"  # pyright: ignore[reportAttributeAccessIssue]
+    for partly in (described, _Slotted()):  # attributes do not describe all of them
+        with pytest.raises(NotKept):
+            _facts(_Part(1.0, zeros, function=partly))
     itself = _Part(1.0, zeros)
     itself.others.append(itself)
     with pytest.raises(NotKept):

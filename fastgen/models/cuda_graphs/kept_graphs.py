@@ -9,6 +9,7 @@ A graph belongs to the static buffers of the decode step whose logits it reads, 
 time uses it.
 """
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -87,7 +88,7 @@ class CallState:
 
     def _facts_of_object(self, part: Any) -> object:
         kind: Any = type(part)
-        if kind is list:
+        if issubclass(kind, list) and not getattr(part, "__dict__", None):
             return tuple(self._facts(each, (part, place)) for place, each in enumerate(part))
         if isinstance(part, tuple):
             return tuple(self._facts(each, None) for each in part)
@@ -99,7 +100,8 @@ class CallState:
             return part
         if kind is MethodType:
             return part.__func__, self._facts(part.__self__, None)
-        if not kind.__module__.startswith(("fastgen.", "transformers.", "fairseq.")):
+        known = kind.__module__.startswith(("fastgen.", "transformers.", "fairseq."))
+        if not known or not _is_described_by_attributes(kind):
             raise NotKept(kind.__name__)
         unread = getattr(part, "unread", ())
         own = kind.__module__.startswith("fastgen.")
@@ -122,6 +124,13 @@ class CallState:
         self._tensors[id(part)] = len(self.holders)
         self.holders.append(holder)
         return part.shape, part.stride(), part.dtype
+
+
+@functools.cache
+def _is_described_by_attributes(kind: type) -> bool:
+    """Return whether `vars` of an object of this class has everything that the object holds."""
+    bases = [base for base in kind.__mro__ if base is not object]
+    return not any(base.__module__ == "builtins" or vars(base).get("__slots__") for base in bases)
 
 
 def _held(holder: Holder) -> Tensor | None:
@@ -261,7 +270,9 @@ class KeptFunction(CapturedFunction):
             kept.launch()
             return kept.result
         result = self(function, device, *inputs)
-        if self._launch is not None:
+        if self._launch is None:
+            self._move_to_own_memory(device, reads, inputs)
+        else:
             memory = state.tensors
             shared.add(KeptGraph(facts, inputs, memory, self._launch, self._result))
             self._holders += state.holders
@@ -279,6 +290,26 @@ class KeptFunction(CapturedFunction):
                 _hold(holder, tensor.clone())
         self._holders.clear()
         shared.leave()
+
+    def _move_to_own_memory(
+        self,
+        device: torch.device,
+        reads: Callable[[], Sequence[tuple[Any, Sequence[str]]]],
+        inputs: Sequence[object],
+    ) -> None:
+        """Move the call's tensors to new memory, over which the next run is captured.
+
+        Later calls overwrite that memory. Until now it may have belonged to others, such as a
+        logits processor of the user's.
+        """
+        try:
+            state = CallState(device, reads())
+        except NotKept:
+            self._is_shared = False
+            return
+        copies = {id(each): each.clone() for each in state.tensors}
+        memory = [copies[id(each)] for each in state.tensors]
+        self._inputs = _moved(state, memory, inputs)
 
     def _claims(self, shared: KeptGraphs | None) -> bool:
         """Return whether the call uses these graphs. It uses those of one set of buffers only."""
