@@ -1,9 +1,8 @@
 """Generate with a LoRA adapter of PEFT, first beside the weights and then merged into them.
 
-The adapter here is random; yours comes from `PeftModel.from_pretrained(model, FOLDER)`. As long as
-it is not merged, the adapter replaces linear layers, so decode steps run through the model's own
-modules; `status()` counts them with that reason. Once it is merged, decode steps run directly on
-the weights.
+The adapter here is random; yours comes from `PeftModel.from_pretrained(model, FOLDER)`. Decode
+steps run directly on the weights in both cases. Beside the weights, an adapter adds two small
+products to each layer that it adapts, and steps run as torch operations; merged, they run in C.
 
     python examples/peft_lora.py
 """

@@ -572,3 +572,36 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, s
     assert graph.wanted(cuda)
     setting("FASTGEN_GRAPHS", "off")
     assert not graph.wanted(cuda)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_adapters(beams: int, graphs: Graphs) -> None:
+    """A graph is never replayed for another adapter, or for another scale of the same one."""
+    peft = pytest.importorskip("peft")
+    config = lambda: peft.LoraConfig(  # noqa: E731
+        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(_build("llama"), config())
+    model.add_adapter("other", config())
+    model.double().eval()
+    kwargs = zoo.batch(model.get_base_model(), 4, 9) | {
+        "num_beams": beams,
+        "max_new_tokens": 20,
+        "min_new_tokens": 20,
+    }
+    model.generate(**kwargs)
+    layer = model.get_base_model().model.layers[1].self_attn.v_proj
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: model.set_adapter("other"),
+        lambda: layer.set_scale("other", 3.0),
+        lambda: model.set_adapter("default"),
+    ]
+    for change in changes:
+        change()
+        for _ in range(2):
+            replays = graphs.replays
+            plan = _same(model, kwargs | FIELDS, tolerance=1e-5).plan
+            assert plan.fused
+            assert plan.graphs
+            assert graphs.replays - replays >= 8

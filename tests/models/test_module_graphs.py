@@ -212,6 +212,7 @@ def test_adapters(family: str, beams: int, graphs: Graphs) -> None:
     assert "through the model's own modules, as CUDA graphs" in str(explanation)
 
 
+@pytest.mark.usefixtures("by_own_modules")
 @pytest.mark.parametrize("beams", [1, 3])
 def test_adapters_of_peft(beams: int, graphs: Graphs) -> None:
     peft = pytest.importorskip("peft")

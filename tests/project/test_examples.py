@@ -35,9 +35,6 @@ json.dump(fastgen.status().to_dict(), open(report, "w"))
 
 # Without the compatibility fixes, fairseq cannot be imported.
 FAIRSEQ_ALONE = ("FASTGEN", "compat")
-BY_MODULES = (
-    "decode steps run through the model's own modules: a peft.Linear in place of a linear layer"
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ EXAMPLES = {
     "pipeline.py": Example(),
     "chat.py": Example(lines=4, like="chat.py", patch="transformers.sample"),
     "text_generation.py": Example(like="text_generation.py", patch="transformers.sample"),
-    "peft_lora.py": Example(needs=("peft",), like="peft_lora.py", left_off={BY_MODULES: 1}),
+    "peft_lora.py": Example(needs=("peft",), like="peft_lora.py"),
     "text_vae.py": Example(
         like="text_vae.py", more="the same tokens: True", hits=4, settings={"STEPS": "60"}
     ),

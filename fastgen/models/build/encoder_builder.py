@@ -97,9 +97,9 @@ class _EncoderReader(StackReader):
 
     def product(self, module: Any) -> Product:
         own = super().product(module)
-        if type(own) is Own and self.routes and linear.is_plain(module):
-            packed_weights.check(module)
-            return Linear(module, transposed=False, memory=self.memory)
+        if type(own) is Own and self.routes and linear.is_plain(own.module):
+            packed_weights.check(own.module)
+            return Linear(own.module, transposed=False, memory=self.memory)
         return own
 
     def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:

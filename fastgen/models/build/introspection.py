@@ -67,7 +67,11 @@ def name_of(thing: object) -> str:
 
 
 def check_unread(
-    model: nn.Module, paths: Sequence[str], read: Container[nn.Module], called: bool = True
+    model: nn.Module,
+    paths: Sequence[str],
+    read: Container[nn.Module],
+    free: Container[nn.Module] = (),
+    called: bool = True,
 ) -> None:
     """Raise `NotFused` where a decoder contains a part that was not read and is not a dropout.
 
@@ -75,15 +79,16 @@ def check_unread(
         model: The model.
         paths: Paths from the model: that of the decoder, then those of the parts after it.
         read: The modules that were read.
+        free: Those of them that may run code of other packages.
         called: Whether the toolkit calls the model and the decoder as modules.
     """
     along = [found for path in paths for found in _along(model, path)]
     decoder = at(model, paths[0])
-    parts = [*along, *modules_of(decoder)]
+    parts = [*along, *(part for path in paths for part in modules_of(at(model, path)))]
     check_plain(parts, () if called else (model, decoder))
     for module in parts:
         kind, outer = type(module).__name__, module is model
-        if not is_toolkits(type(module).forward):
+        if module not in free and not is_toolkits(type(module).forward):
             raise NotFused(f"a replaced forward of a {kind}")
         if outer or module in read or "Dropout" in kind:
             continue
@@ -107,7 +112,8 @@ def check_plain(modules: Sequence[nn.Module], uncalled: Container[nn.Module] = (
     if any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS):
         raise NotFused("a hook on all modules")
     for module in modules:
-        if module.training:
+        # Those of `torch.ao` are made in training mode, which makes no difference to them.
+        if module.training and not type(module).__module__.startswith("torch.ao."):
             raise NotFused(f"a {type(module).__name__} is in training mode")
     touched = touched_among(modules)
     for module in touched:

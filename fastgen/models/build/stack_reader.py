@@ -1,7 +1,8 @@
 """Read the parts of a stack of transformer layers that a spec names (`models.specs`).
 
-A stack may contain only what its spec names. With anything else, such as an adapter, a hook, a part
-added by a later release, or training mode, it runs through its own forward.
+A stack may contain only what its spec names. With anything else, such as a hook, a part added by a
+later release, or training mode, it runs through its own forward. In a decoder, other layers in the
+place of linear ones run as modules.
 """
 
 import functools
@@ -21,9 +22,17 @@ from fastgen.models.build.introspection import (
     name_of,
     part_or_none,
 )
+from fastgen.models.build.peft_layers import (
+    embedding_in,
+    is_of_peft,
+    lora_parts,
+    without_peft,
+)
 from fastgen.models.layers import activation
+from fastgen.models.layers.called import Called, sizes_of
 from fastgen.models.layers.experts import ExpertProducts, Experts, Routing, is_plain
 from fastgen.models.layers.linear import Identity, Product, is_linear, product, products
+from fastgen.models.layers.low_rank import Adapter, LowRank
 from fastgen.models.layers.norm import Norm, NormLike, OwnNorm, Times, rms_norm, unnormed
 from fastgen.models.layers.positions import Bias, InterleavedRotary, Rotary, RotationTable
 from fastgen.models.routing.instance import is_toolkits
@@ -61,7 +70,12 @@ class StackReader:
         model: The model, or the stack itself.
         spec: The names of the stack's parts.
         longest: Maximum number of tokens of a text.
+
+    Attributes:
+        calls: Whether layers that are not read may run as modules, on a CPU.
     """
+
+    calls = False
 
     def __init__(self, model: Any, spec: Stack, longest: int) -> None:
         self.model, self.spec, self.longest = model, spec, longest
@@ -76,6 +90,8 @@ class StackReader:
         self.width: int = like.shape[-1]
         self.device: str = like.device.type
         self.read: set[nn.Module] = set()
+        self.called: list[nn.Module] = []  # Layers that run as modules.
+        self.free: set[nn.Module] = set()  # Modules of other packages that may run, or do not.
         config = repr(vars(model.config)) if hasattr(model, "config") else ""
         self.facts: list[object] = [config, self.dtype, self.device]
         alibi = spec.positions.alibi
@@ -87,7 +103,14 @@ class StackReader:
 
     def check_rest(self, *paths: str) -> None:
         """Raise `NotFused` where the stack, or a part at one of the paths, was not read."""
-        check_unread(self.model, [self.spec.path, *paths], self.read, self.spec.runs_hooks)
+        where, called = [self.spec.path, *paths], self.spec.runs_hooks
+        check_unread(self.model, where, self.read, self.free, called)
+
+    def opened(self, outer: nn.Module) -> Any:
+        """Return the layer that runs in place of one of PEFT, whose parts count as read."""
+        self.read.update(parts := list(outer.modules()))
+        self.free.update(part for part in parts if is_of_peft(part))
+        return without_peft(outer)
 
     def sublayers(self) -> tuple[list[Sublayer], NormLike | None]:
         """Return all sublayers; for pre-norm layers, also the norm before the first one."""
@@ -233,8 +256,7 @@ class StackReader:
         dims = getattr(inner, names.head_dim)
         qkv = [at(module, name) for name in names.qkv]
         # The input of the output projection has H * D channels, however the others are fused.
-        out = at(module, names.out)
-        heads = (out.nx if hasattr(out, "nx") else out.in_features) // dims
+        heads = self.inputs(at(module, names.out)) // dims
         if getattr(module, "reorder_and_upcast_attn", False) or getattr(
             module, "is_cross_attention", False
         ):
@@ -265,20 +287,21 @@ class StackReader:
 
     def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:
         """Return the products of linear layers that read the same input."""
-        for module in modules:
-            self.product(module)
-        return products(modules)
+        made = tuple(map(self.product, modules))
+        plain = list(map(without_peft, modules))
+        return products(plain) if all(map(self.is_plain, plain)) else made
 
     def cross_attention(self, module: Any, names: Attention) -> CrossAttention:
         dims, query = getattr(module, names.head_dim), at(module, names.qkv[0])
         makers = [at(module, name) for name in names.qkv[1:]]
-        self.read.update(makers)
-        plain = all(is_linear(maker) and maker.weight.dtype == self.dtype for maker in makers)
-        scale = float(names.scale(module))
+        plain = len(makers) == 2 and all(map(self.is_product, [*map(self.opened, makers)]))
+        if not plain:  # They run within the model's own attention, before the first step.
+            self.free.update(part for maker in makers for part in maker.modules())
+        scale, asks = float(names.scale(module)), self.product(query)
         self.facts += (dims, scale)
         return CrossAttention(
-            self.product(query), query.out_features // dims, dims, scale,
-            (product(makers[0]), product(makers[1])) if plain and len(makers) == 2 else None,
+            asks, asks.outputs // dims, dims, scale,
+            (self.product(makers[0]), self.product(makers[1])) if plain else None,
         )  # fmt: skip
 
     def distance_buckets(self, module: Any) -> Tensor:
@@ -337,21 +360,56 @@ class StackReader:
         return known
 
     def product(self, module: Any) -> Product:
-        if not is_linear(module):
-            raise NotFused(f"a {name_of(module)} in place of a linear layer")
-        if type(module.weight) is not nn.Parameter:
-            raise NotFused(f"a weight that is a {type(module.weight).__name__}")
-        if module.weight.is_meta:
+        module = self.opened(module)
+        if any(parameter.is_meta for parameter in module.parameters()):
             raise NotFused("weights that are offloaded")
+        if (parts := lora_parts(module)) is not None:
+            self.facts.append(("low rank", len(parts)))
+            adapters = [Adapter(product(down), product(up), s) for down, up, s in parts]
+            return LowRank(self.product(module.base_layer), adapters)
+        if not is_linear(module) or type(module.weight) is not nn.Parameter:
+            return self.call(module)
         if module.weight.dtype != self.dtype:
             raise NotFused(f"weights in {module.weight.dtype} beside others in {self.dtype}")
-        self.read.add(module)
         return product(module)
+
+    def call(self, module: Any) -> Product:
+        """Return the product of a layer that runs as a module.
+
+        Raises:
+            NotFused: Its sizes are unknown, or no layer of this stack may run as a module.
+        """
+        sizes = sizes_of(module)
+        if sizes is None or self.device != "cpu" or not self.calls:
+            if is_linear(module):
+                raise NotFused(f"a weight that is a {type(module.weight).__name__}")
+            raise NotFused(f"a {name_of(module)} in place of a linear layer")
+        self.called.append(module)
+        self.free.update(module.modules())
+        self.facts.append(type(module))
+        return Called(module, sizes[0])
+
+    def is_plain(self, module: Any) -> bool:
+        """Return whether a layer is a linear one, with a weight of the stack's dtype."""
+        plain = is_linear(module) and type(module.weight) is nn.Parameter
+        return plain and module.weight.dtype == self.dtype
+
+    def is_product(self, module: Any) -> bool:
+        """Return whether a layer is a linear one, with or without low-rank adapters."""
+        return self.is_plain(module if lora_parts(module) is None else module.base_layer)
+
+    def inputs(self, module: Any) -> int:
+        """Return the number of inputs of a linear layer, or of a layer in its place."""
+        module = without_peft(module)
+        sizes = (module.nf, module.nx) if hasattr(module, "nx") else sizes_of(module)
+        if sizes is None:
+            raise NotFused(f"a {name_of(module)} in place of a linear layer")
+        return sizes[1]
 
     def norm(self, module: Any) -> Any:
         if module is None:
             return None
-        self.read.add(module)
+        module = self.opened(module)
         if any(parameter.is_meta for parameter in module.parameters()):
             raise NotFused("weights that are offloaded")
         if type(module) is nn.LayerNorm:
@@ -380,19 +438,27 @@ class StackReader:
         return kind
 
     def embedding(self, spec: EmbeddingSpec) -> Embedding:
-        stack, tokens = self.stack, at(self.stack, spec.tokens)
+        stack, name = self.stack, spec.scale
+        tokens = called = self.opened(at(stack, spec.tokens))
+        if (inner := embedding_in(called)) is None or self.device != "cpu" or not self.calls:
+            called = None
+        else:
+            self.called.append(called)
+            tokens = inner
         if not isinstance(tokens, nn.Embedding) or tokens.max_norm is not None:
             raise NotFused(f"a {name_of(tokens)} in place of an embedding")
-        self.read.add(tokens)
-        name = spec.scale
         scale = 1.0 if spec.norms_tokens else getattr(tokens, name, getattr(stack, name, 1.0))
+        if called is not None and hasattr(tokens, name):
+            scale = 1.0  # The module applies it.
         scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
         normed = self.norm(part_or_none(stack, spec.norm))
         self.facts.append(scale)
         places = self.spec.positions
         positions = part_or_none(stack, places.table)
         if positions is None:
-            return Embedding(tokens.weight, scale, norm=normed, norm_tokens=spec.norms_tokens)
+            return Embedding(
+                tokens.weight, scale, norm=normed, norm_tokens=spec.norms_tokens, called=called
+            )
         self.read.add(positions)
         arguments = inspect.signature(type(positions).forward).parameters
         if places.length_arguments and not set(places.length_arguments) & set(arguments):
@@ -410,6 +476,8 @@ class StackReader:
             self.read.add(types)
             table = table + types.weight[spec.token_type(self.model)]
         if spec.streams is not None:
+            if called is not None:
+                raise NotFused(f"a {name_of(called)} in place of an embedding")
             streams = at(stack, spec.streams)
             self.read.add(streams)
             if positions.padding_idx != 0:
@@ -419,7 +487,7 @@ class StackReader:
                 tokens.weight, scale, table, first, norm=normed, stream=streams.weight[-1]
             )
         return Embedding(
-            tokens.weight, scale, table, first, padding, row, normed, spec.norms_tokens
+            tokens.weight, scale, table, first, padding, row, normed, spec.norms_tokens, called
         )
 
     def rotary(self, attention: Any, spec: RotarySpec) -> Rotary | None:

@@ -5,7 +5,7 @@ import functools
 from torch import Tensor, nn
 
 from fastgen.models.build.equivalence_check import OTHERWISE, outcome
-from fastgen.models.build.introspection import NotFused, at, reading
+from fastgen.models.build.introspection import NotFused, at, name_of, reading
 from fastgen.models.build.stack_reader import StackReader
 from fastgen.models.layers.linear import Product
 from fastgen.models.runtime.decode_step import DecoderStep
@@ -32,6 +32,8 @@ def step_of(model: nn.Module, spec: ModelSpec, longest: int) -> DecoderStep:
 class _DecoderReader(StackReader):
     """Reads a decoder and the head after it."""
 
+    calls = True
+
     def step(self, spec: ModelSpec) -> DecoderStep:
         sublayers, first = self.sublayers()
         self.check_layers()
@@ -53,9 +55,12 @@ class _DecoderReader(StackReader):
             softcap=head.softcap(self.model),
             facts=tuple(self.facts),
             together=together(sublayers, first is not None) if masked is None else None,
+            called=tuple(map(name_of, self.called)),
         )
         transform = () if head.transform is None else (head.transform.projection,)
         self.check_rest(head.projection, *transform)
+        if step.called and (masked is not None or embedding.streams is not None):
+            raise NotFused(f"a {step.called[0]} in place of a linear layer")
         if outcome(step) is False:
             raise NotFused(OTHERWISE)
         return step

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.linear import Identity, Own, SideBySide
+from fastgen.models.layers.low_rank import Adapter, LowRank
 from fastgen.models.layers.norm import Norm, OwnNorm, Times
 from fastgen.models.layers.positions import Bias, InterleavedRotary, RotationTable
 from fastgen.models.runtime.decode_step import DecoderStep, Embedding
@@ -24,8 +25,8 @@ _MADE: dict[type, tuple[str, ...]] = {SideBySide: ("weight", "bias"), Bias: ("ta
 """Attributes that hold tensors derived from weights for the duration of a call."""
 
 _PARTS = (
-    DecoderStep, Embedding, FeedForward, InterleavedRotary, Norm, OwnNorm, RotationTable,
-    CrossAttention, Sublayer, SelfAttention, Times,
+    Adapter, DecoderStep, Embedding, FeedForward, InterleavedRotary, LowRank, Norm, OwnNorm,
+    RotationTable, CrossAttention, Sublayer, SelfAttention, Times,
 )  # fmt: skip
 _UNREAD: dict[type, tuple[str, ...]] = {
     DecoderStep: ("facts", "module", "together"),

@@ -36,6 +36,7 @@ class Embedding:
         padding_row: Row of `positions` for padding; None for the row before that of its position.
         norm: Norm of the embeddings; None for none.
         norm_tokens: Whether the norm applies to the token embeddings only.
+        called: A module that returns the token embeddings, not yet scaled; None for `tokens`.
     """
 
     tokens: Tensor
@@ -46,16 +47,27 @@ class Embedding:
     padding_row: int | None = 0
     norm: NormLike | None = None
     norm_tokens: bool = False
+    called: nn.Module | None = None
 
     def __call__(self, ids: Tensor, position: int | Tensor) -> Tensor:
         positions = self._positions(position)
         row, other = (None, None) if positions is None else positions.rows()
         if self.norm is None:
-            return embedding(ids, self.tokens, self.scale, row, other)
+            return self._looked_up(ids, row, other)
         if not self.norm_tokens:
-            return self.norm(embedding(ids, self.tokens, self.scale, row, other))[0]
-        x = self.norm(embedding(ids, self.tokens, self.scale))[0]
+            return self.norm(self._looked_up(ids, row, other))[0]
+        x = self.norm(self._looked_up(ids, None, None))[0]
         return x if row is None else x.add_(rows_of_positions(ids, row, other))
+
+    def _looked_up(
+        self, ids: Tensor, row: Tensor | None, other: tuple[int, Tensor] | None
+    ) -> Tensor:
+        """Return scaled token embeddings plus position embeddings, as `embedding`."""
+        if self.called is None:
+            return embedding(ids, self.tokens, self.scale, row, other)
+        x = self.called(ids[:, None])[:, 0]
+        x = x if self.scale == 1.0 else x * self.scale
+        return x if row is None else x + rows_of_positions(ids, row, other)
 
     def with_norm(
         self, ids: Tensor, position: int | Tensor, then: NormLike | None
@@ -71,7 +83,8 @@ class Embedding:
             (R, C) each.
         """
         first = then if self.norm is None else self.norm
-        if isinstance(first, Norm) and not self.norm_tokens and runs_kernels(ids):
+        plain = self.called is None and not self.norm_tokens
+        if isinstance(first, Norm) and plain and runs_kernels(ids):
             positions, of = self._positions(position), first.parameters
             x, total = normed_embedding(ids, self.tokens, self.scale, positions, of)
             if first is then:
@@ -105,6 +118,7 @@ class DecoderStep:
         together: Runs all sublayers at once, given the input of the first one and the residual
             stream. None if there is no such function. It returns None for a step that it does not
             support.
+        called: Names of the classes of layers that run as modules.
     """
 
     tokens: ClassVar[int] = 1
@@ -118,6 +132,7 @@ class DecoderStep:
     softcap: float | None = None
     facts: tuple[object, ...] = ()
     together: Callable[[Tensor, Tensor, Any], Tensor | None] | None = None
+    called: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[int, int]:

@@ -171,6 +171,8 @@ def why_not_in_c(step: DecoderStep) -> str:
         return STOPPED
     if not config.settings().packs:
         return "FASTGEN_MEMORY=0" if config.settings().memory == 0 else "FASTGEN_LINEAR=plain"
+    if step.called:
+        return f"a {step.called[0]} is called as a module"
     if step.together is None:
         return "its layers are not written in C"
     if isinstance(step.together, InC) and (by := native.library()) is not None:
@@ -192,6 +194,7 @@ def is_written(step: DecoderStep) -> bool:
     norms = [step.embedding.norm, step.first]
     return (
         type(step) is DecoderStep
+        and step.embedding.called is None
         and isinstance(step.together, InC)
         and all(norm is None or norm is unnormed or is_norm(norm) for norm in norms)
         and isinstance(step.head, Linear)

@@ -46,6 +46,8 @@ class FusedDecoder:
         if config.settings().step == "module":
             raise NotFused("FASTGEN_STEP=module")
         self.step, self.layers = step_of(model, FAIRSEQ, longest), layers
+        if self.step.called:
+            raise NotFused(f"a {self.step.called[0]} in place of a linear layer")
         modules: list[Any] = list(model.decoder.layers)
         self.text = [layers.of[layer.self_attn] for layer in modules]
         self.source = [

@@ -45,6 +45,7 @@ from fastgen.patches.transformers.generate.report import note_served
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.generate.stopping_criteria import stop_of, unknown_criterion
 from fastgen.patches.transformers.planning.decide import decide
+from fastgen.patches.transformers.planning.row_removal import looks_at_rows
 from fastgen.patches.transformers.planning.supported import check_model
 
 WIDTH = 2
@@ -304,6 +305,8 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
         raise _not_fused(call.model, "; ".join(plan.left_off))
     if step.tokens > 1:
         raise _not_fused(call.model, f"each step runs {step.tokens} tokens of a text")
+    if step.called and (reason := looks_at_rows(call.model)) is not None:
+        raise _not_fused(call.model, reason)
     # Passes over drafts have varying lengths, so no CUDA graphs are captured.
     return replace(plan, graphs=False), step
 

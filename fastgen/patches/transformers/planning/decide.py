@@ -119,6 +119,8 @@ def decide(
             left_off.append(not_shared(dropout))
         if may_drop:
             reason = dropout or looks_at_rows(model)
+    elif step is not None and step.called and may_drop:
+        reason = looks_at_rows(model)
     sentences = input_ids.shape[0] // beams
     if reason is not None and sentences > 1:
         left_off.append(f"finished sentences stay in the batch: {reason}")

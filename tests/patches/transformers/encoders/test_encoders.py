@@ -122,6 +122,25 @@ def test_only_what_is_read_is_computed() -> None:
     assert _rows(zoo.encoder("Bert", "Model"), _batch()) == 8 * positions + 4 * TOKENS + sentences
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_lora(dtype: torch.dtype) -> None:
+    """An active adapter adds its products; merged or disabled, it is not there."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    options = peft.LoraConfig(r=4, target_modules=["query", "dense"], init_lora_weights=False)
+    bert = zoo.encoder("Bert", "ForTokenClassification", dtype, initializer_range=0.1)
+    model = peft.get_peft_model(bert, options).to(dtype).eval()
+    tolerance, before = (1e-9 if dtype == torch.float64 else 1e-4), _row("encoder.bert")
+    _both(model, _batch(), tolerance)
+    with model.disable_adapter():
+        _both(model, _batch(), tolerance)
+    model.merge_adapter()
+    _both(model, _batch(), tolerance)
+    found = _row("encoder.bert")
+    assert found.hits == before.hits + 3
+    assert found.fallbacks == before.fallbacks
+
+
 class _Mean(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden.mean(1)
