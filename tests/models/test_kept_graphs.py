@@ -79,6 +79,18 @@ def test_the_next_call_captures_nothing(family: str, selection: str, graphs: Gra
     assert torch.equal(first, returned), "memory of a graph was returned"
 
 
+@pytest.mark.parametrize("selection", ["greedy", "greedy_ngrams", "sampled", "beams"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_prompts_of_similar_lengths(family: str, selection: str, graphs: Graphs) -> None:
+    """In greedy search and sampling, one graph serves them; a beam search captures anew."""
+    model, options = _build(family), SELECTIONS[selection]
+    assert _call(graphs, model, options) > 0
+    beams = "num_beams" in options
+    assert (_call(graphs, model, options, length=12, seed=1) > 0) == beams
+    assert (_call(graphs, model, options, length=11, seed=2) > 0) == beams
+    assert _call(graphs, model, options, seed=3) == 0
+
+
 @pytest.mark.parametrize(
     "pair",
     [
@@ -287,3 +299,14 @@ def test_one_call_at_a_time() -> None:
     assert kept.claim(second)
     kept.leave()
     assert kept.claim(KeptFunction())
+
+
+def test_a_call_that_leaves_captures_in_a_pool_of_its_own() -> None:
+    """Another call may use the graphs, and their pool, from then on."""
+    kept, function, device = KeptGraphs(), KeptFunction(), torch.device("cpu")
+    part = _Part(1.0, torch.zeros(3))
+    reads = lambda: [(part, ("tensor",))]  # noqa: E731
+    assert function.run(lambda: 1, device, kept, reads) == 1
+    assert function._lent is kept.lent
+    function.leave()
+    assert function._lent is not kept.lent

@@ -21,7 +21,7 @@ from torch import Tensor
 import fastgen
 from benchmarks import session, smoke
 from fastgen.models.cuda_graphs import graph
-from fastgen.models.cuda_graphs.replay import Replay
+from fastgen.models.cuda_graphs.replay import Replay, not_captured
 from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
 from tests.support.pretended import Pretended
@@ -121,6 +121,59 @@ def test_no_garbage_is_collected_during_a_capture(
         graph.capture(function, device, pool)
     assert collected == [False]
     assert gc.isenabled()
+
+
+def test_no_garbage_is_collected_while_any_thread_captures() -> None:
+    """Of two captures that overlap, the first to end does not enable collection again."""
+    first, second = graph._without_collection(), graph._without_collection()
+    with first:
+        second.__enter__()
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_no_garbage_is_collected_while_a_pool_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    Pretended(monkeypatch)
+    collected = list[bool]()
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        collected.append(gc.isenabled())
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", capture_begin)
+    graph.CapturePool(torch.device("cuda", 0))
+    assert collected == [False]
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pool_that_cannot_be_made(
+    method: str, monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]
+) -> None:
+    """The call runs without graphs and says why."""
+    setting("FASTGEN_OPS", "reference")
+    model = zoo.build("bart", torch.float32)
+    inputs = zoo.batch(model, 3, 9) | METHODS[method] | {"max_new_tokens": 20, "min_new_tokens": 20}
+    torch.manual_seed(3)
+    with fastgen.disabled():
+        expected = model.generate(**inputs)
+    Pretended(monkeypatch)
+    model.to("cuda")
+    fastgen.release()
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuses)
+    for _ in range(2):
+        torch.manual_seed(3)
+        assert model.generate(**_on_device(inputs)).tolist() == expected.tolist()
+    call = last_call()
+    assert call is not None
+    assert not_captured("out of memory") in call.plan.left_off
+    fastgen.release()
 
 
 def test_offloaded_cache(

@@ -18,6 +18,7 @@ from fastgen.decoding.logits.text import Text
 from fastgen.decoding.search.beam_search import RowStepper
 from fastgen.decoding.search.sampling import Sampling, finished_rows
 from fastgen.models.cuda_graphs import graph
+from fastgen.models.cuda_graphs.graph_buffers import rounded
 
 
 class CapturedSampling(CapturedSelection[Sampling]):
@@ -29,7 +30,8 @@ class CapturedSampling(CapturedSelection[Sampling]):
         device = search.ids.device
         super().__init__(search, model, graph.generator(device) if search.sample else None)
         self._end = torch.empty(1, dtype=torch.int64, device=device)  # length of the text
-        # Tokens of the rows in the batch, (R, longest); None once selection is not captured.
+        # Tokens of the rows in the batch, (R, N) with room for `longest`; None once selection is
+        # not captured.
         self._table: Tensor | None = self._with_room()
 
     def select(self, output: Tensor) -> bool:
@@ -53,7 +55,7 @@ class CapturedSampling(CapturedSelection[Sampling]):
         """Return what `_select_tokens` reads."""
         search = self.search
         return (
-            (search, ("pad", "prompt_length", "running", "sample", "transforms")),
+            (search, ("pad", "running", "sample", "transforms")),
             (search.stop, ("eos",)),
             (self, ("_end", "_table")),
         )
@@ -117,10 +119,13 @@ class CapturedSampling(CapturedSelection[Sampling]):
         return self.with_invalid(running[None])
 
     def _with_room(self) -> Tensor:
-        """Move the tokens of the batch to a table with room for the longest text."""
+        """Move the tokens of the batch to a table with room for the longest text.
+
+        Its width is rounded up, so that a graph serves prompts of similar lengths.
+        """
         search = self.search
         rows, length = search.ids.shape
-        table = search.ids.new_zeros(rows, search.longest)
+        table = search.ids.new_zeros(rows, rounded(search.longest))
         if search.pad is not None:
             table.copy_(search.pad)
         table[:, :length] = search.ids

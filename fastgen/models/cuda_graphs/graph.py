@@ -11,7 +11,7 @@ import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -71,11 +71,12 @@ class CapturePool:
             # out of the pool, which would never get it back.
             one = torch.ones(1, 1, device=device, dtype=torch.float32)
             torch.mm(one, one)
-            self._first.capture_begin(capture_error_mode="thread_local")
-            try:
-                torch.zeros(1, device=device, dtype=torch.float32)
-            finally:
-                self._first.capture_end()
+            with _without_collection():
+                self._first.capture_begin(capture_error_mode="thread_local")
+                try:
+                    torch.zeros(1, device=device, dtype=torch.float32)
+                finally:
+                    self._first.capture_end()
         self.pool: Any = self._first.pool()
 
     def abandon(self) -> None:
@@ -109,10 +110,8 @@ def capture(
     assert place is not None
     graph = torch.cuda.CUDAGraph()
     place.stream.wait_stream(torch.cuda.current_stream(device))
-    collects = gc.isenabled()
     try:
-        gc.disable()  # collecting a graph meanwhile would end the capture
-        with torch.cuda.stream(place.stream), counting_in(place.counters):
+        with _without_collection(), torch.cuda.stream(place.stream), counting_in(place.counters):
             graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
             try:
                 result = function()
@@ -122,11 +121,42 @@ def capture(
         place.abandon()
         if not isinstance(error, Exception):
             raise
-        raise NotCaptured(str(error).partition("\n")[0]) from error
-    finally:
-        if collects:
-            gc.enable()
+        raise NotCaptured(_first_line(error)) from error
     return graph.replay, result
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+class RunningCaptures(Kept):
+    """The captures that run now, in all threads.
+
+    Attributes:
+        count: Number of captures.
+        collects: Whether garbage collection was enabled before the first of them.
+    """
+
+    def __init__(self) -> None:
+        self.count, self.collects = 0, False
+
+
+@contextlib.contextmanager
+def _without_collection() -> Generator[None]:
+    """Disable garbage collection, as collecting a graph would end a capture."""
+    running = process_state().of(RunningCaptures)
+    with _lock:
+        if not running.count:
+            running.collects = gc.isenabled()
+            gc.disable()
+        running.count += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            running.count -= 1
+            if not running.count and running.collects:
+                gc.enable()
 
 
 class BorrowedPool:
@@ -136,9 +166,16 @@ class BorrowedPool:
         self._lent: tuple[Any, CapturePool] | None = None
 
     def place(self, device: torch.device) -> CapturePool | None:
-        """Return the pool; None on a CPU, which has no graphs."""
+        """Return the pool; None on a CPU, which has no graphs.
+
+        Raises:
+            NotCaptured: There is no free pool, and the device cannot make one.
+        """
         if self._lent is None and device.type == "cuda":
-            self._lent = _borrowed(device)
+            try:
+                self._lent = _borrowed(device)
+            except RuntimeError as error:
+                raise NotCaptured(_first_line(error)) from error
         return None if self._lent is None else self._lent[1]
 
     def lose(self) -> None:

@@ -289,6 +289,7 @@ class KeptFunction(CapturedFunction):
             if tensor is not None and shared.holds(tensor):
                 _hold(holder, tensor.clone())
         self._holders.clear()
+        self._lent = BorrowedPool()
         shared.leave()
 
     def _move_to_own_memory(
