@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
 import fastgen
 from fastgen.decoding.backends.captured_selection import CapturedSelection
-from fastgen.models.cuda_graphs import kept_graphs
+from fastgen.models.cuda_graphs import graph_buffers, kept_graphs
 from fastgen.models.cuda_graphs.graph import NotCaptured
 from fastgen.models.cuda_graphs.graph_buffers import BufferPools
 from fastgen.models.cuda_graphs.kept_graphs import CallState, KeptFunction, KeptGraphs, NotKept
@@ -214,6 +214,24 @@ def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
     assert len(buffers.kept._graphs) == 2
     assert buffers.nbytes > buffers.shape.nbytes + sum(buffers.grounds) * buffers.shape.outputs
     assert _call(graphs, model, {"num_beams": 3, "length_penalty": 1.5}) == 0
+
+
+def test_graphs_of_dropped_steps_are_dropped(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold the logits of a step that no call replays again."""
+    monkeypatch.setattr(graph_buffers, "GRAPHS", 2)
+    model = _build("gpt2")
+    for sentences in (6, 5, 4, 3):
+        assert _call(graphs, model, {}, sentences) > 0
+    (pool,) = state_of(model.get_decoder()).of(BufferPools).pools.values()
+    (buffers,) = pool.free
+    logits = [ground.repeated.result[0][0][0] for ground in buffers.grounds.values()]
+    assert len(logits) == len(buffers.kept._graphs) == 2
+    assert all(
+        kept.inputs[0] is each for kept, each in zip(buffers.kept._graphs, logits, strict=True)
+    )
+    assert _call(graphs, model, {}, 4) == 0
 
 
 def test_a_capture_that_fails_drops_all(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:

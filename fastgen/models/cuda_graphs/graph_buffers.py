@@ -293,7 +293,9 @@ class PooledBuffers:
         )
         self.grounds[reads.sentences] = ground
         if len(self.grounds) > GRAPHS:
-            del self.grounds[next(iter(self.grounds))]
+            dropped = self.grounds.pop(next(iter(self.grounds)))
+            if (result := dropped.repeated.result) is not None:
+                self.kept.drop(result[0][0][0])
         for layers, pairs in ((reads.text, ground.text), (reads.source, ground.source)):
             for layer, pair in zip(layers, pairs, strict=True):
                 layer.move(*pair)

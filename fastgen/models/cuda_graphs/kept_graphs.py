@@ -212,6 +212,12 @@ class KeptGraphs:
         self._graphs.append(kept)
         del self._graphs[:-MOST]
 
+    def drop(self, logits: Tensor) -> None:
+        """Drop the graphs that read these logits, as no step will write them again."""
+        self._graphs[:] = [
+            kept for kept in self._graphs if not any(each is logits for each in kept.inputs)
+        ]
+
     def lose(self) -> None:
         """Drop all graphs, as a failed capture left their pool in an unknown state."""
         self._graphs.clear()
