@@ -24,6 +24,7 @@ Refill = Literal["auto", "on", "off"]
 Unknown = Literal["check", "off", "trust"]
 Precision = Literal["model", "int8"]
 SelfDraft = Literal["auto", "on", "off"]
+Int8Head = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,13 @@ VARIABLES = (
         "the model's own, with the same output; auto: where it is measured to be faster",
     ),
     Variable(
+        "FASTGEN_INT8_HEAD",
+        "auto",
+        get_args(Int8Head),
+        "greedy search of up to 3 rows on a CPU: the output projection in int8 rules most tokens "
+        "out, with the same output; auto: where steps read it from memory",
+    ),
+    Variable(
         "FASTGEN_REPORT",
         "0",
         ("0", "1"),
@@ -175,6 +183,7 @@ class Settings:
     unknown: Unknown
     precision: Precision
     self_draft: SelfDraft
+    int8_head: Int8Head
     report: bool
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
@@ -235,6 +244,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         unknown=cast(Unknown, value["FASTGEN_UNKNOWN"]),
         precision=cast(Precision, value["FASTGEN_PRECISION"]),
         self_draft=cast(SelfDraft, value["FASTGEN_SELF_DRAFT"]),
+        int8_head=cast(Int8Head, value["FASTGEN_INT8_HEAD"]),
         report=value["FASTGEN_REPORT"] == "1",
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=_folder("FASTGEN_CACHE_DIR", folder)

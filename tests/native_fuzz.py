@@ -26,11 +26,12 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.models.layers import packed_weights as weights
-from fastgen.ops import int8, native
+from fastgen.ops import int8, logit_bounds, native
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
 from fastgen.ops.cache import move_sentences_
 from fastgen.ops.counts import calls
 from fastgen.ops.embedding import embedding, embedding_reference
+from fastgen.ops.logit_bounds import error_bounds
 from fastgen.ops.native import build, noise
 from fastgen.ops.native import products as native_products
 from fastgen.ops.selection import token_mask
@@ -269,6 +270,30 @@ def _noise(draw: Draw) -> None:
         assert torch.equal(state, generator.get_state())
 
 
+def _bounds(draw: Draw) -> None:
+    by = native.library()
+    assert by is not None
+    v, c, dtype = draw.size(), draw.size(), draw.random.choice(logit_bounds.DTYPES)
+    weight, x = draw.normal(v, c).to(dtype), draw.normal(draw.size(7), c).to(dtype)
+    bias = draw.random.choice([None, draw.normal(v).to(dtype)])
+    copy, bounds = native_products.packed_bytes(by, *int8.rounded(weight)), error_bounds(weight)
+    assert bounds is not None
+    counts = torch.zeros(3, dtype=torch.int64)
+    record = logit_bounds.record_of(by, weight, copy, bounds, bias, counts)
+    assert record is not None
+    banned = token_mask.empty_mask(len(x), v, x.device)
+    banned[:, 0] = draw.random.choice([0, 1, 5])
+    found = logit_bounds.find_highest(by, x.float(), record, dtype, banned)
+    logits = native_products.product(
+        by, x, native_products.packed(by, weight), bias, None, None, x.new_empty(len(x), v)
+    )
+    assert counts.tolist() == [1, 1, int(found is None)]
+    if found is None:  # few tokens, or almost all are candidates
+        return
+    logits[:, [i for i in range(min(v, 3)) if int(banned[0, 0]) >> i & 1]] = -torch.inf
+    assert found.tolist() == (logits == logits.amax(1, keepdim=True)).int().argmax(1).tolist()
+
+
 def _embedding(draw: Draw) -> None:
     v, c = draw.size(), draw.size()
     ids, tokens = draw.integers(draw.size(), below=v), draw.strided(v, c)
@@ -281,7 +306,7 @@ def _embedding(draw: Draw) -> None:
 
 OPERATIONS: tuple[Callable[[Draw], None], ...] = (
     _attention, _log_softmax, _kbest, _product, _choice, _tables, _sentences, _sets, _embedding,
-    _noise, _int8_product,
+    _noise, _int8_product, _bounds,
 )  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def test_every_plot_and_figure_is_shown() -> None:
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text("utf-8")
     known = {variable.name for variable in VARIABLES} | {"FASTGEN_"}
-    assert set(re.findall(r"\bFASTGEN_?[A-Z_]*", text)) - known == set()
+    assert set(re.findall(r"\bFASTGEN_?[A-Z0-9_]*", text)) - known == set()
     assert set(re.findall(r"`fastgen ([a-z-]+)", text)) | set(
         re.findall(r"^    fastgen ([a-z-]+)", text, re.M)
     ) <= {*COMMANDS}

@@ -73,16 +73,6 @@ def int8_bytes(step: DecoderStep) -> int:
     return _bytes_to_pack(_products_of_step(step))
 
 
-def weight_bytes(step: DecoderStep) -> int:
-    """Return the bytes that the products of a decode step read; shared weights count each time.
-
-    Args:
-        step: The decode step, which has a `together`.
-    """
-    products = _products_of_step(step)
-    return step.dtype.itemsize * sum(each.outputs * getattr(each, "inputs", 0) for each in products)
-
-
 def int8_shortage(step: DecoderStep) -> str:
     """Return why memory is short for the copies that `int8_step` has to make; empty if not."""
     return _shortage(_products_of_step(step))

@@ -16,7 +16,7 @@ from fastgen.models.comparison import comparison
 from fastgen.models.memory import budget
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.state import Kept, kept_of, process_state, state_of
-from fastgen.ops import int8
+from fastgen.ops import int8, logit_bounds
 from fastgen.ops import linear as ops
 
 OFTEN = 3
@@ -139,7 +139,26 @@ class Int8Packed(Packed, Kept):
         return int8.bytes_to_pack(*weight.shape)
 
 
-KINDS = Packed, Int8Packed
+@dataclass(eq=False)
+class LogitErrors(Packed, Kept):
+    """Bounds of the errors of a head's copy in int8 (`ops.logit_bounds`)."""
+
+    label = "int8 error bounds"
+
+    @property
+    def often(self) -> int:
+        return 1
+
+    @staticmethod
+    def pack(weight: Tensor) -> Any:
+        return logit_bounds.error_bounds(weight)
+
+    @staticmethod
+    def bytes_of(weight: Tensor) -> int:
+        return logit_bounds.bytes_of_bounds(len(weight))
+
+
+KINDS = Packed, Int8Packed, LogitErrors
 
 
 @dataclass(eq=False)

@@ -18,6 +18,7 @@ from fastgen.models.layers.linear import Linear, Packable
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.layers.packed_weights import STOPPED, has_stopped_packing, shortage_of
 from fastgen.models.runtime.decode_step import DecoderStep, Embedding
+from fastgen.models.runtime.head_bounds import bounds_of
 from fastgen.models.runtime.native_records import Rows, is_norm, norm_fits, norm_of, weight_of
 from fastgen.models.runtime.native_step import InC
 from fastgen.models.runtime.step_inputs import Context
@@ -112,14 +113,15 @@ def prepared(
     memory = inner.records.memory
     began = torch.empty(steps + 1, dtype=torch.float64, device="cpu")
     like = torch.empty(0, dtype=torch.float32, device="cpu")
+    bias = next((each for each in read[2:] if each is not None), None)
+    bounds = bounds_of(by, step, rows, bias)
     x, logits = (
         memory.take(like, 2, rows, tokens.shape[1]),
-        memory.take(like, rows, head.outputs),
+        memory.take(like, 2 * rows if bounds else rows, head.outputs),
     )
     step_args, step_held = inner.records.given(
         x[0], x[1], inner.seen, [Rows(context.sentences, beams)]
     )
-    bias = next((each for each in read[2:] if each is not None), None)
     decoder = c.Decoder(
         step=ctypes.addressof(step_args),
         seen=ctypes.addressof(inner.seen),
@@ -137,6 +139,9 @@ def prepared(
         began=began.data_ptr(),
     )
     decoder.head = weight_of(by, panels, bias)
+    if bounds is not None:
+        held.append(bounds)
+        decoder.bounds = ctypes.addressof(bounds.record)
     if positions is not None:
         at = (
             torch.as_tensor(embedding.first + context.position, dtype=torch.int64, device="cpu")
@@ -152,6 +157,7 @@ def prepared(
             decoder.padding_row = -1 if embedding.padding_row is None else embedding.padding_row
     text: Any = context.text[0]
     held += (x, step_args, step_held)
+    logits = logits[:rows]
     return Prepared(by, decoder, steps, logits, began, mask, own, text.prefix, text.filled, held)
 
 

@@ -49,6 +49,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "search_beams": (*[_POINTER] * 3,),
     "search_first_finished": (*[_POINTER] * 3,),
     "search_rows": (*[_POINTER] * 7, _INTEGER),
+    "find_by_bounds": (*[_POINTER] * 5, *[_INTEGER] * 2),
     "exponential_noise": (*[_POINTER] * 2, _INTEGER),
     "choose": (*[_POINTER] * 14, *[_INTEGER] * 4, *[_FLOAT] * 3),
     "move_rows": (*[_POINTER] * 3, *[_INTEGER] * 5),
@@ -92,6 +93,7 @@ class Library(NamedTuple):
     search_beams: Callable[..., int]
     search_first_finished: Callable[..., int]
     search_rows: Callable[..., int]
+    find_by_bounds: Callable[..., int]
     exponential_noise: Callable[..., None]
     choose: Callable[..., int]
     move_rows: Callable[..., int]

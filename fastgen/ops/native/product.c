@@ -18,11 +18,10 @@
 
 #include "product.h"
 
-/* WIDE: vectors per row of a panel. AHEAD: bytes between a load and its prefetch. DEPTH: inputs per
- * piece of a panel. BLOCKS: most blocks per task, whose inputs stay in the cache. SIDE: most
- * panels per task. */
+/* WIDE: vectors per row of a panel. AHEAD: bytes between a load and its prefetch. BLOCKS: most
+ * blocks per task, whose inputs stay in the cache. SIDE: most panels per task. */
 enum { WIDE = REGISTERS == 32 ? 4 : 2, AHEAD = WIDTH == 16 ? 2048 : 4096 };
-enum { PANEL = WIDE * WIDTH, TALL = 6, DEPTH = 512, BLOCKS = 24, SIDE = 8, LINE = 64 };
+enum { PANEL = WIDE * WIDTH, TALL = 6, BLOCKS = 24, SIDE = 8, LINE = 64 };
 
 int panel(void) { return PANEL; }
 

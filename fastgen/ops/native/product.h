@@ -13,6 +13,10 @@ enum { NOTHING, RELU, GELU, GELU_TANH, SILU, RELU_SQUARED };
  * which `can_dot` detects. ops/native/products.py has the same codes. */
 enum { NUMBERS, BYTES, BYTES_AT_ONCE };
 
+/* Inputs per piece of a panel: their products are added up before they are added to the sum of the
+ * earlier pieces. */
+enum { DEPTH = 512 };
+
 /* out = activation(x times the weight + bias) + residual, or times gate.
  *
  * The result of each of these operations is rounded to `dtype`, that of the weight and the bias.
@@ -40,6 +44,7 @@ typedef struct {
 } Rounding;
 
 int64_t byte_row(int64_t inputs);
+void round_row(int8_t *bytes, const float *x, int64_t inputs, int64_t kind);
 void work_on_rounding(void *job, Tasks *tasks);
 void multiply_rows(parallel run, unsigned threads, const Product *job, int8_t *bytes);
 int panel(void);

@@ -16,8 +16,9 @@ int can_dot(void) { return has_dots(); }
 int64_t byte_row(int64_t inputs) { return (inputs + 3) / 4 * 4 + 4; }
 
 /* A row with an infinity or NaN has the scale NaN. */
-static void round_row(int8_t *bytes, const float *x, int64_t inputs, int32_t bias) {
+void round_row(int8_t *bytes, const float *x, int64_t inputs, int64_t kind) {
   const int64_t groups = (inputs + 3) / 4;
+  const int32_t bias = kind == BYTES_AT_ONCE ? BIAS : 0;
   vec largest = {}, zero = {};
   for (int64_t k = 0; k < inputs; k += WIDTH) {
     const vec y = load_some(x, k, inputs - k, FP32);
@@ -39,7 +40,7 @@ static void round_row(int8_t *bytes, const float *x, int64_t inputs, int32_t bia
 
 void work_on_rounding(void *given, Tasks *tasks) {
   const Rounding *job = given;
-  const int32_t bias = job->kind == BYTES_AT_ONCE ? BIAS : 0;
   for (int64_t r; (r = next(tasks)) >= 0;)
-    round_row(job->bytes + r * byte_row(job->inputs), job->x + r * job->x_row, job->inputs, bias);
+    round_row(job->bytes + r * byte_row(job->inputs), job->x + r * job->x_row, job->inputs,
+              job->kind);
 }

@@ -10,6 +10,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "bounds.h"
 #include "choice.h"
 #include "draws.h"
 #include "rows.h"
@@ -89,9 +90,9 @@ static int64_t work_of(const Decoder *model, int64_t more) {
   return most;
 }
 
-/* Computes the logits of the newest tokens, whose keys and values take the next slots. Returns why
+/* Runs all sublayers for the newest tokens, whose keys and values take the next slots. Returns why
  * it could not. */
-static int make_logits(Decoder *model, Texts *texts, int64_t beams) {
+static int run_layers(Decoder *model, Texts *texts, int64_t beams) {
   const Step *step = model->step;
   int64_t at = 0;
   model->began[texts->run] = seconds();
@@ -103,15 +104,29 @@ static int make_logits(Decoder *model, Texts *texts, int64_t beams) {
     if (of->kind == SELF_ATTENTION) seen->slot = seen->count, seen->count += beams;
   }
   if (!step_at(OURS, threads_for(model, work_of(model, 0)), step, texts->run)) return NO_MEMORY;
-  const int64_t C = step->width, V = model->head.outputs;
   if (model->head_scale != 1.0)
-    WITH_DTYPE(step->dtype, scale_all, step->x, step->rows * C, (float)model->head_scale)
-  multiply(OURS, threads_for(model, step->rows * C * V), step, &model->head, step->x,
-           model->logits);
+    WITH_DTYPE(step->dtype, scale_all, step->x, step->rows * step->width,
+               (float)model->head_scale)
   if (model->positions)
     for (int64_t r = 0; r < step->rows; r++) model->position[r]++;
   texts->run++;
   return GOES_ON;
+}
+
+static unsigned threads_of_head(const Decoder *model) {
+  return threads_for(model, model->step->rows * model->step->width * model->head.outputs);
+}
+
+static void multiply_head(const Decoder *model) {
+  multiply(OURS, threads_of_head(model), model->step, &model->head, model->step->x,
+           model->logits);
+}
+
+/* Computes the logits of the newest tokens. Returns why it could not. */
+static int make_logits(Decoder *model, Texts *texts, int64_t beams) {
+  const int found = run_layers(model, texts, beams);
+  if (found == GOES_ON) multiply_head(model);
+  return found;
 }
 
 /* Returns the sets of banned tokens, or NULL if there are none. */
@@ -268,7 +283,7 @@ static int choose_beams(const Decoder *model, Texts *texts, Beams *job, Room *ro
 
 /* The size of all structures of a search, which ops/native/search.py compares with its own. */
 int64_t search_size(void) {
-  return sizeof(Decoder) + sizeof(NGrams) + sizeof(Update) + sizeof(Texts) + sizeof(Draws) +
+  return sizeof(LogitBounds) + sizeof(Decoder) + sizeof(NGrams) + sizeof(Update) + sizeof(Texts) + sizeof(Draws) +
          sizeof(SlotMask) + sizeof(Beams) + sizeof(FirstFinished);
 }
 
@@ -431,10 +446,16 @@ typedef struct {
   int64_t *tokens, pad;
 } Choosing;
 
-/* Chooses by the logits. Returns 0 if Python has to. */
+/* Chooses by bounds of the logits where they decide, else by the logits. Returns 0 if Python has to
+ * choose by them. */
 static int choose_tokens(const Decoder *model, const Texts *texts, Choosing *job, void *held) {
   const int64_t R = model->step->rows, M = model->step->calls[0].beams, V = model->head.outputs;
   const uint32_t *banned = ban(model, texts, M);
+  if (model->bounds && !job->draws && !texts->update_count &&
+      find_by_bounds(OURS, threads_of_head(model), job->tokens, model->step->x, model->logits,
+                     banned, model->bounds, R, model->step->dtype))
+    return 1;
+  multiply_head(model);
   if (!job->draws)
     return find_highest(OURS, 1, job->tokens, model->logits, banned, texts, held, R, M, V);
   return draw_rows(job->draws, &job->twister, job->tokens, model->logits, banned, texts, held, R,
@@ -468,7 +489,7 @@ static void work_on_rows(void *given) {
   void *held = size ? malloc(size) : NULL;
   if (size && !held) search->found = NO_MEMORY;
   while (goes_on(search) && !should_part()) {
-    search->found = make_logits(model, texts, M);
+    search->found = run_layers(model, texts, M);
     if (search->found != GOES_ON) break;
     /* This step has filled the open slots. */
     if (job->slot_mask) job->slot_mask->filled += M, job->slot_mask->open = 0;

@@ -12,6 +12,18 @@
  * there was no memory. */
 enum { GOES_ON, OVER, LEAVING, UNDECIDED, NO_ROW, NO_MEMORY };
 
+/* A copy of the head in bytes, and bounds of the logits' errors (bounds.c). */
+typedef struct {
+  Weight bytes;                     /* with the head's bias; panels: NULL if there is no copy */
+  const float *errors;              /* (V,), bounds of the norms of the rounding errors of rows */
+  const void *weight;               /* (V, C), `weight_row` apart, of the step's dtype: the head */
+  int64_t weight_row;
+  double longest, bias;             /* bounds of the norms of rows, and of the bias */
+  int64_t most;                     /* candidates per row of x; with more, all logits are computed */
+  int64_t *counts;                  /* steps that bounds may decide; those that were tried; those
+                                       of them that needed all logits */
+} LogitBounds;
+
 /* A decoder from token ids to logits. */
 typedef struct {
   const Step *step;                 /* its x and stream are filled here */
@@ -27,7 +39,8 @@ typedef struct {
                                        row in a product, on average */
   Weight head;
   double head_scale;
-  float *logits;                    /* (R, V), rounded to the step's dtype */
+  float *logits;                    /* (R, V), rounded to the step's dtype; (2 R, V) with bounds */
+  LogitBounds *bounds;              /* of the head, or NULL */
   int64_t threads;                  /* the most to use */
   double *began;                    /* (steps,), when each step began, in seconds */
 } Decoder;

@@ -31,7 +31,8 @@ class Decoder(ctypes.Structure):
         work: approximate multiplications per row in a product.
         head: the packed output projection.
         head_scale: the factor of its input.
-        logits: (R, V) fp32, with values rounded to the step's dtype.
+        logits: (R, V) fp32, with values rounded to the step's dtype; (2 R, V) with `bounds`.
+        bounds: `LogitBounds` of the head, or NULL.
         threads: the largest number of threads.
         began: (steps,) float64, when each step began, in seconds.
     """
@@ -40,7 +41,28 @@ class Decoder(ctypes.Structure):
         *of(POINTER, "step seen tokens positions position"),
         *of(INTEGER, "vocabulary token_row position_row padding padding_row"), ("scale", DOUBLE),
         *of(Norm, "embedded first"), *of(INTEGER, "norm_tokens work"), ("head", Weight),
-        ("head_scale", DOUBLE), ("logits", POINTER), ("threads", INTEGER), ("began", POINTER),
+        ("head_scale", DOUBLE), *of(POINTER, "logits bounds"), ("threads", INTEGER),
+        ("began", POINTER),
+    ]  # fmt: skip
+
+
+class LogitBounds(ctypes.Structure):
+    """A copy of the head in int8, and bounds of the logits' errors (`ops.logit_bounds`).
+
+    Attributes:
+        bytes: the head in int8, with its own bias; its `panels` are NULL if there is no copy.
+        errors: (V,) fp32, bounds of the norms of the rounding errors of the head's rows.
+        weight: (V, C), the head as it is, rows `weight_row` apart.
+        longest: bound of the norms of the head's rows.
+        bias: bound of the magnitude of its bias.
+        most: candidates of a row of x beyond which all logits are computed.
+        counts: (3,) int64, steps that bounds may decide, those that were tried, and those of them
+            that needed all logits; C adds to them.
+    """
+
+    _fields_: ClassVar = [
+        ("bytes", Weight), *of(POINTER, "errors weight"), ("weight_row", INTEGER),
+        *of(DOUBLE, "longest bias"), ("most", INTEGER), ("counts", POINTER),
     ]  # fmt: skip
 
 
@@ -194,7 +216,10 @@ class FirstFinished(ctypes.Structure):
 
 
 SIZE = sum(
-    map(ctypes.sizeof, (Decoder, NGrams, Update, Texts, Draws, SlotMask, Beams, FirstFinished))
+    map(
+        ctypes.sizeof,
+        (LogitBounds, Decoder, NGrams, Update, Texts, Draws, SlotMask, Beams, FirstFinished),
+    )
 )
 """The value that `search_size` of a library returns if its structures match these."""
 

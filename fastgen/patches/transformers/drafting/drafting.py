@@ -14,10 +14,10 @@ from fastgen.models.build.int8_step import (
     int8_bytes,
     int8_shortage,
     int8_step,
-    weight_bytes,
     why_not_int8,
 )
 from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.head_bounds import OUTGROWN, weight_bytes
 from fastgen.models.state import Kept, state_of
 from fastgen.ops import processor
 from fastgen.patches.transformers.drafting import prompt_lookup
@@ -34,9 +34,6 @@ on Zen 4 with two threads).
 
 LONGEST = 32
 """Most tokens of a draft of the model itself."""
-
-OUTGROWN = 2.0
-"""Least size of the weights, relative to the last-level cache, at which a step reads memory."""
 
 PACKING_RATE = 1e9
 """Bytes of weights that are rounded and packed per second."""

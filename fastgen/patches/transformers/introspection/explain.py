@@ -20,6 +20,7 @@ from fastgen.models.memory import budget
 from fastgen.models.routing import routes
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.early_exit import early_exit
+from fastgen.models.runtime.head_bounds import bytes_of_copies, why_no_bounds
 from fastgen.models.specs.registry import spec_of
 from fastgen.ops import linear as linear_ops
 from fastgen.patches.engine import engine
@@ -173,6 +174,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
             )
             call = _call(bare, prepared)
             drafts = _own_drafts(call, prepared.loop, step)
+            bounds = _bounds(call, prepared.loop, plan, step)
             selection = _selection(call, prepared.loop, plan, bool(drafts))
         if legacy_search.method_of(prepared.config) is not None:
             _check_patch("transformers.generation_mode")
@@ -182,7 +184,7 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
     except Unsupported as unsupported:
         return Explanation(type(bare).__name__, None, unsupported.reason, None, None, linears)
     ours, stock = _kv_bytes(bare, prepared, plan)
-    notes = (*plan.left_off, *(each for each in (drafts, note) if each))
+    notes = (*plan.left_off, *(each for each in (drafts, bounds, note) if each))
     if generates_segments(bare):
         notes = (
             "this is the first segment's first attempt: each of them comes to a loop by itself",
@@ -279,6 +281,18 @@ def _own_drafts(call: Call, loop: Literal["beam", "sample"], step: DecoderStep |
     where = "" if config.settings().self_draft == "on" else " where it is measured to be faster"
     size = readable(int8_bytes(step))
     return f"the model drafts by itself on weights in int8, copies of {size}{where}"
+
+
+def _bounds(
+    call: Call, loop: Literal["beam", "sample"], plan: Plan, step: DecoderStep | None
+) -> str:
+    """Return the note on bounds of the logits; empty if they never decide."""
+    greedy = loop == "sample" and legacy_search.method_of(call.config) is None
+    greedy = greedy and not call.config.do_sample and not plan.not_in_c
+    if step is None or not greedy or why_no_bounds(step, plan.rows):
+        return ""
+    size = readable(bytes_of_copies(step))
+    return f"the head in int8 rules most tokens out, copies of {size} after enough steps"
 
 
 def _selection(call: Call, loop: Literal["beam", "sample"], plan: Plan, drafts_itself: bool) -> str:
