@@ -119,7 +119,8 @@ sanitize: $(READY)  ## the operations in C with AddressSanitizer and UndefinedBe
 	$(SANITIZE) --rounds $(N)
 	$(SANITIZE) --pytest tests/ops/test_native.py tests/ops/test_native_search.py tests/models/test_in_c.py \
 	  tests/models/test_encoders_in_c.py tests/patches/transformers/generate/test_in_a_row.py \
-	  tests/ops/test_native_noise.py tests/decoding/test_native_draws.py
+	  tests/ops/test_native_noise.py tests/decoding/test_native_draws.py \
+	  tests/patches/transformers/planning/test_common_prompt.py
 
 clean:  ## remove what make and the tools made: .venv, caches, build output
 	rm -rf .venv build dist site fastgen/ops/native/lib .pytest_cache .ruff_cache .hypothesis *.egg-info

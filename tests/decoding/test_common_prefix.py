@@ -87,6 +87,69 @@ def test_where_it_pays(
     assert common_prefix.pays(sentences, length, common, width) == expected
 
 
+def _layers(beams: int) -> tuple[LayerKV, LayerKV]:
+    """Return a layer whose common tokens are stored once, and one with the same content."""
+    generator = torch.Generator().manual_seed(beams)
+    drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    model = torch.nn.Linear(1, 1)
+    apart, whole = (LayerKV(40, memory_of(model), beams, prompt=12) for _ in range(2))
+    common, own = [drawn(1, 2, 9, 8), drawn(1, 2, 9, 8)], [drawn(4, 2, 3, 8), drawn(4, 2, 3, 8)]
+    apart.share(*common)
+    whole.extend(*(each.expand(4, -1, -1, -1) for each in common))
+    for layer in (apart, whole):
+        layer.extend(*own)
+        layer.beams = beams
+    for _ in range(7):
+        keys, values = drawn(4 * beams, 2, 1, 8), drawn(4 * beams, 2, 1, 8)
+        for layer in (apart, whole):
+            layer.append(keys, values)
+    return apart, whole
+
+
+def _equal(apart: LayerKV, whole: LayerKV) -> bool:
+    """Return whether two layers hold the same; common tokens stay as they are stored."""
+    counts = [(each.slots, each.length, each.filled, each.slot_nbytes) for each in (apart, whole)]
+    pairs = zip(apart.joined(), whole.joined(), strict=True)
+    return counts[0] == counts[1] and all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_common_tokens_are_stored_once(beams: int) -> None:
+    apart, whole = _layers(beams)
+    assert apart.common is not None
+    assert _equal(apart, whole)
+    assert apart.nbytes == whole.nbytes - 3 * 9 * apart.slot_nbytes
+    for layer in (apart, whole):  # more than the buffers have room for
+        for _ in range(33):
+            layer.append(*(torch.full((4 * beams, 2, 1, 8), 3.0) for _ in range(2)))
+    assert _equal(apart, whole)
+    assert apart.common is not None
+    if beams > 1:
+        slots = torch.tensor([[1, 4, 5], [0, 2, 9], [3, 4, 8], [2, 3, 6]])
+        for layer in (apart, whole):
+            layer.compact(slots)
+        assert _equal(apart, whole)
+    for layer in (apart, whole):
+        layer.keep(torch.tensor([0, 3]), (torch.tensor([1]), torch.tensor([3])))
+    assert _equal(apart, whole)
+    assert apart.common is not None
+    assert len(apart.joined()[0]) == 2
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("reader", ["keys", "values", "room"])
+def test_readers_that_do_not_know_of_common_tokens(beams: int, reader: str) -> None:
+    apart, whole = _layers(beams)
+    free = apart.free_slots
+    getattr(apart, reader)
+    assert apart.common is None
+    assert (apart.nbytes, apart.free_slots) == (whole.nbytes, free)
+    assert _equal(apart, whole)
+    for layer in (apart, whole):
+        layer.append(*(torch.ones(4 * beams, 2, 1, 8) for _ in range(2)))
+    assert _equal(apart, whole)
+
+
 def test_room_for_the_whole_prompt_is_reserved_at_once() -> None:
     model = torch.nn.Linear(1, 1)
     layer = LayerKV(4, memory_of(model), expected=1, prompt=10)

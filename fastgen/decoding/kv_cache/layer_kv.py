@@ -8,7 +8,6 @@ slots a beam sees, and one attention call serves all beams of a sentence (`ops.b
 Source: FastSeq (shared prefix).
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -36,6 +35,9 @@ class LayerKV:
         steps: Generated tokens per beam.
         filled: Slots of generated tokens in use, of all beams of a sentence together.
         beams: Beams per sentence M.
+        common: Keys and values (1, Hkv, C, D) of the first tokens of all sentences, stored once;
+            None if every sentence has its own. `keys`, `values` and `room` end this state by
+            `expand`; `own` and `joined` do not.
     """
 
     def __init__(self, longest: int, memory: Memory, expected: int = 0, prompt: int = 0) -> None:
@@ -44,6 +46,7 @@ class LayerKV:
         self.prefix = 0
         self.steps = self.filled = 0
         self.beams = 1
+        self.common: tuple[Tensor, Tensor] | None = None
         self._blank = False  # Whether the unused capacity is filled with zeros.
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -61,37 +64,70 @@ class LayerKV:
     @property
     def keys(self) -> Tensor:
         """Keys in use, a view (B, Hkv, S + T*M, D)."""
-        assert self._keys is not None
-        return self._keys.narrow(2, 0, self.slots)
+        return self.room[0].narrow(2, 0, self.slots)
 
     @property
     def values(self) -> Tensor:
         """Values in use, a view (B, Hkv, S + T*M, D)."""
-        assert self._values is not None
-        return self._values.narrow(2, 0, self.slots)
+        return self.room[1].narrow(2, 0, self.slots)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots in use, without unused capacity."""
-        if self._keys is None or self._values is None:
+        if self._keys is None:
             return 0
-        elements = sum(
-            math.prod((*buffer.shape[:2], buffer.shape[3])) for buffer in (self._keys, self._values)
+        return self.slot_nbytes * (len(self._keys) * self.own_slots + self._apart)
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot of one sentence."""
+        shapes = (buffer.shape for buffer in self.own)
+        return sum(shape[1] * shape[3] for shape in shapes) * self.own[0].element_size()
+
+    @property
+    def own_slots(self) -> int:
+        """Number of slots in use that every sentence has."""
+        return self.slots - self._apart
+
+    @property
+    def _apart(self) -> int:
+        """Number of slots that are stored once for all sentences, C."""
+        return 0 if self.common is None else self.common[0].shape[2]
+
+    def share(self, keys: Tensor, values: Tensor) -> None:
+        """Begin the prefix with tokens of all sentences; keys and values are (1, Hkv, C, D)."""
+        assert self.prefix == 0, f"{self.prefix} tokens"
+        self.common, self.prefix = (keys.contiguous(), values.contiguous()), keys.shape[2]
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values in use, (B, Hkv, N, D) each, copied if there are common ones."""
+        if self.common is None:
+            return self.keys, self.values
+        keys, values = (
+            self._with_common(common, buffer, self.slots)
+            for common, buffer in zip(self.common, self.own, strict=True)
         )
-        return elements * self.slots * self._keys.element_size()
+        return keys, values
+
+    def _with_common(self, common: Tensor, buffer: Tensor, slots: int) -> Tensor:
+        """Return a copy (B, Hkv, slots, D) of common keys and a buffer's, with room for more."""
+        first = common.shape[2]
+        copy = self.memory.take(buffer, len(buffer), buffer.shape[1], slots, buffer.shape[3])
+        copy[:, :, :first] = common
+        copy[:, :, first : self.slots] = buffer[:, :, : self.own_slots]
+        return copy
 
     def extend(self, keys: Tensor, values: Tensor) -> None:
         """Append L tokens that all beams share; keys and values are (B, Hkv, L, D)."""
         added = keys.shape[2]
         prefix = max(self.prefix + added, self.prompt)
         steps = room.room_for(0, self.longest, keys, self._elements(keys) * self.expected)
-        least = prefix + steps * self.expected
+        least = prefix - self._apart + steps * self.expected
         if self._keys is None or self._keys.shape[2] < least:
-            self._reserve(keys, values, least, prefix + self.longest * self.expected)
-        assert self._keys is not None
-        assert self._values is not None
-        self._keys[:, :, self.prefix : self.prefix + added] = keys
-        self._values[:, :, self.prefix : self.prefix + added] = values
+            self._reserve(keys, values, least, least + (self.longest - steps) * self.expected)
+        first = self.prefix - self._apart
+        for buffer, new in zip(self.own, (keys, values), strict=True):
+            buffer[:, :, first : first + added] = new
         self.prefix += added
 
     @property
@@ -102,14 +138,38 @@ class LayerKV:
     @property
     def room(self) -> tuple[Tensor, Tensor]:
         """Key and value buffers including their unused capacity, (B, Hkv, capacity, D) each."""
+        self.expand()
+        return self.own
+
+    def expand(self) -> None:
+        """Store the common tokens for every sentence, if they are stored once."""
+        if self.common is None:
+            return
+        own, slots = self.own, self._apart + self.own[0].shape[2]
+        self._keys, self._values = (
+            self._with_common(common, buffer, slots)
+            for common, buffer in zip(self.common, own, strict=True)
+        )
+        self.common = None
+        for buffer in own:
+            self.memory.forget(buffer)
+
+    @property
+    def own(self) -> tuple[Tensor, Tensor]:
+        """Key and value buffers as in `room`, but without the common slots."""
         assert self._keys is not None
         assert self._values is not None
         return self._keys, self._values
 
+    @property
+    def free_slots(self) -> int:
+        """Number of slots in the buffers that are not in use."""
+        return self.own[0].shape[2] - self.own_slots
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Write one token of every beam into its slot; keys and values are (B*M, Hkv, 1, D)."""
         self._open(keys, values)
-        write_slots_(*self.room, keys, values, self.slots)
+        write_slots_(*self.own, keys, values, self.own_slots)
         self.note_step()
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
@@ -168,11 +228,9 @@ class LayerKV:
 
         Keys and values move to larger buffers if the current ones are too small.
         """
-        assert self._keys is not None
-        assert self._values is not None
-        if self._keys.shape[2] < self.slots + tokens * self.beams:
+        if self.free_slots < tokens * self.beams:
             keys, values = (
-                buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.room
+                buffer.new_empty(*buffer.shape[:2], 0, buffer.shape[3]) for buffer in self.own
             )
             self._grow(keys, values, tokens)
 
@@ -211,12 +269,12 @@ class LayerKV:
         """Grow the buffers by at least `tokens` decode steps, with the shape of keys and values."""
         elements = self._elements(keys) * self.beams
         more = room.room_for(self.steps, self.longest, keys, elements), self.longest - self.steps
-        least, most = (self.slots + max(tokens, steps) * self.beams for steps in more)
+        least, most = (self.own_slots + max(tokens, steps) * self.beams for steps in more)
         self._reserve(keys, values, least, most)
 
     def compact(self, slots: Tensor) -> None:
         """Keep only these slots of generated tokens, (B, L) int64 from `Ancestry.compact`."""
-        first, count = self.prefix, slots.shape[1]
+        first, count = self.prefix - self._apart, slots.shape[1]
         for buffer in (self._keys, self._values):
             assert buffer is not None
             index = slots[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
@@ -250,7 +308,7 @@ class LayerKV:
             if moves is None or self.beams == 1:
                 kept.append(buffer.index_select(0, sentences))
             else:
-                move_sentences_(buffer[:, :, : self.slots], *moves)
+                move_sentences_(buffer[:, :, : self.own_slots], *moves)
                 kept.append(buffer[: sentences.shape[0]])
         self._keys, self._values = kept
 
@@ -294,7 +352,7 @@ class LayerKV:
         """Return a new buffer with room for `slots`, holding the content of the old one."""
         buffer = self.memory.take(new, rows, new.shape[1], slots, new.shape[3])
         if old is not None:
-            buffer[:, :, : self.slots] = old[:, :, : self.slots]
+            buffer[:, :, : self.own_slots] = old[:, :, : self.own_slots]
             self.memory.forget(old)
         return buffer
 
@@ -312,7 +370,7 @@ def room_for_steps(text: Sequence["LayerKV"], ancestry: Ancestry | None, most: i
     """
     for layer in text:
         layer.make_room()
-        most = min(most, (layer.room[0].shape[2] - layer.slots) // layer.beams)
+        most = min(most, layer.free_slots // layer.beams)
     if ancestry is not None:
         ancestry.have_open()
         most = min(

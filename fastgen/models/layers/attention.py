@@ -22,17 +22,18 @@ class Layer(Protocol):
     Attributes:
         prefix: Tokens shared by all beams.
         steps: Generated tokens per beam.
-        keys: (B, Hkv, N, D), N = prefix + steps * M.
-        values: (B, Hkv, N, D).
+        own: Buffers (B, Hkv, .., D) of keys and values, without those that all sentences share.
     """
 
     prefix: int
     steps: int
 
     @property
-    def keys(self) -> Tensor: ...
-    @property
-    def values(self) -> Tensor: ...
+    def own(self) -> tuple[Tensor, Tensor]: ...
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, Hkv, N, D), N = prefix + steps * M."""
+        ...
 
 
 def placeholder(layer: Layer, rows: int, length: int) -> Tensor:
@@ -46,7 +47,7 @@ def placeholder(layer: Layer, rows: int, length: int) -> Tensor:
     Returns:
         (rows, Hkv, length, D), all NaN, expanded from one element.
     """
-    keys = layer.keys
+    keys = layer.own[0]
     shape = (rows, keys.shape[1], length, keys.shape[3])
     stand_in = torch.full((1, 1, 1, 1), torch.nan, dtype=keys.dtype, device=keys.device).expand(
         shape
@@ -114,7 +115,7 @@ class BeamAttention:
         folded = query.view(self.sentences, self.beams, heads, dim)
         slots = self.begin_layer(layer, mask, position_bias, query.dtype)
         seen = self.seen if layer.steps else None
-        mixed = beam_attention(folded, layer.keys, layer.values, slots, scale, softcap, seen)
+        mixed = beam_attention(folded, *layer.joined(), slots, scale, softcap, seen)
         return mixed.reshape(rows, 1, heads, mixed.shape[3])
 
     def begin_layer(

@@ -68,6 +68,7 @@ class Room:
         slots: Number of slots that are filled.
         beams: Beams per sentence.
         begun: Whether the buffers are allocated, as in `LayerKV`.
+        common: None: no keys and values are stored once for all sentences, as `LayerKV` may do.
     """
 
     keys: Tensor
@@ -75,10 +76,15 @@ class Room:
     slots: int = 0
     beams: int = 1
     begun: bool = True
+    common: None = None
 
     @property
     def room(self) -> Kept:
         return self.keys, self.values
+
+    @property
+    def own(self) -> Kept:
+        return self.room
 
     def make_room(self) -> None:
         """Do nothing: there is room for the only token."""

@@ -279,11 +279,18 @@ class InC:
 
     def _point(self, i: int, layer: Any) -> None:
         """Write the addresses and strides of a layer's keys and values to `seen`."""
-        at, (keys, values) = self.seen[i], layer.room
+        at, (keys, values) = self.seen[i], layer.own
         if not _is(self._placed[i], keys):
-            at.keys, at.values = keys.data_ptr(), values.data_ptr()
+            at.keys, at.values, at.common = keys.data_ptr(), values.data_ptr(), 0
             at.keys_b, at.keys_h, at.keys_n, _ = keys.stride()
             at.values_b, at.values_h, at.values_n, _ = values.stride()
+            if layer.common is not None:
+                common, of_common = layer.common
+                at.common_keys, at.common_values = common.data_ptr(), of_common.data_ptr()
+                at.common, at.common_h = common.shape[2], common.stride(1)
+                # Slots are counted from the first common key on.
+                at.keys -= at.common * at.keys_n * keys.element_size()
+                at.values -= at.common * at.values_n * values.element_size()
             self._placed[i] = weakref.ref(keys)
 
     def _places(self, parts: Sequence[Part]) -> list[_Place]:
@@ -351,7 +358,7 @@ class InC:
             # A cache layer of another kind, or one whose buffers are not allocated yet.
             if not getattr(layer, "begun", False):
                 return False
-            keys, values = layer.room
+            keys, values = layer.own
             if mask is not None:
                 later = steps if of_text and isinstance(part, Context) else 0
                 count = _slots(place) + later * _beams(part)
@@ -376,6 +383,7 @@ class InC:
                 and keys.dtype == values.dtype == self.records.dtype
                 and keys.is_cpu
                 and values.is_cpu
+                and (layer.common is None or _continue(layer.common, (keys, values)))
             ):
                 return False
             self._checked[i] = weakref.ref(keys)
@@ -486,6 +494,17 @@ class InC:
 
 def _is(known: Reference, tensor: Tensor) -> bool:
     return known is not None and known() is tensor
+
+
+def _continue(common: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
+    """Return whether C can read common keys and values (1, Hkv, C, D) before those of sentences."""
+    return all(
+        plain(first, dtype=rest.dtype)
+        and (len(first), first.shape[1], first.shape[3]) == (1, rest.shape[1], rest.shape[3])
+        and first.stride(1) == common[0].stride(1)
+        and first.stride()[2:] == rest.stride()[2:]
+        for first, rest in zip(common, own, strict=True)
+    )
 
 
 def _strides(x: Tensor) -> list[int]:

@@ -55,20 +55,29 @@ static void list_keys(const Attention *job, Space *at) {
   }
 }
 
-INLINE void fetch(const void *rows, int64_t pitch, const int32_t *list, int64_t at, int64_t count,
-                  const int D, const int dtype) {
+/* The keys, or values, of one head. Those of the first `common` slots lie elsewhere. */
+typedef struct {
+  const void *common_rows, *rows;
+  int64_t common, pitch;
+} Lines;
+
+INLINE const void *line(const Lines *of, int64_t slot, const int dtype) {
+  return after(slot < of->common ? of->common_rows : of->rows, slot * of->pitch, dtype);
+}
+
+INLINE void fetch(const Lines *lines, const int32_t *list, int64_t at, int64_t count, const int D,
+                  const int dtype) {
   if (at + AHEAD < count) {
-    const char *row = after(rows, list[at + AHEAD] * pitch, dtype);
+    const char *row = line(lines, list[at + AHEAD], dtype);
     for (int i = 0; i < D * size_of(dtype); i += LINE) __builtin_prefetch(row + i);
   }
 }
 
 /* Query times keys: the scores of the shared keys, for four rows at once, and of each row's own,
  * for four keys at once. */
-INLINE void multiply_keys(const Attention *job, Space *at, const void *keys, const int D,
+INLINE void multiply_keys(const Attention *job, Space *at, const Lines *keys, const int D,
                           const int dtype) {
   const int C = D / WIDTH;
-  const int64_t pitch = job->keys_n;
   for (int64_t r = 0; r < at->rows; r += TOGETHER) {
     vec query[TOGETHER][MOST];
     int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
@@ -80,8 +89,8 @@ INLINE void multiply_keys(const Attention *job, Space *at, const void *keys, con
       vec product[PAIR][TOGETHER] = {};
       UNROLLED for (int p = 0; p < PAIR; p++) {
         const int64_t here = s + p < at->shared_count ? s + p : s;
-        key[p] = after(keys, at->shared[here] * pitch, dtype);
-        fetch(keys, pitch, at->shared, here, at->shared_count, D, dtype);
+        key[p] = line(keys, at->shared[here], dtype);
+        fetch(keys, at->shared, here, at->shared_count, D, dtype);
       }
       UNROLLED for (int i = 0; i < C; i++) {
         vec part[PAIR];
@@ -105,8 +114,8 @@ INLINE void multiply_keys(const Attention *job, Space *at, const void *keys, con
     for (int64_t s = 0; s < count; s += TOGETHER) {
       vec product[TOGETHER] = {};
       UNROLLED for (int t = 0; t < TOGETHER; t++) {
-        const void *key = after(keys, own[s + t < count ? s + t : count - 1] * pitch, dtype);
-        fetch(keys, pitch, own, s + t, count, D, dtype);
+        const void *key = line(keys, own[s + t < count ? s + t : count - 1], dtype);
+        fetch(keys, own, s + t, count, D, dtype);
         UNROLLED for (int i = 0; i < C; i++)
           product[t] += query[i] * load_as(key, WIDTH * i, dtype);
       }
@@ -143,10 +152,9 @@ INLINE float weigh(const Attention *job, Space *at, int64_t r) {
 
 /* Adds weights times the values that all rows see, for four rows at once. Values are processed in
  * groups that stay in the cache while their columns are added one after the other. */
-INLINE void add_shared(const Attention *job, Space *at, const void *values, int64_t r, const int D,
-                       const int dtype) {
+INLINE void add_shared(Space *at, const Lines *values, int64_t r, const int D, const int dtype) {
   const int C = D / WIDTH;
-  const int64_t pitch = job->values_n, there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
+  const int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
   const float *weights[TOGETHER];
   float mixed[TOGETHER][WIDTH * MOST];
   for (int t = 0; t < TOGETHER; t++)
@@ -161,8 +169,8 @@ INLINE void add_shared(const Attention *job, Space *at, const void *values, int6
 #define EACH UNROLLED for (int t = 0; t < TOGETHER; t++) EACH_PART
       EACH sum_of[t][i] = load(mixed[t] + WIDTH * (c + i));
       for (int64_t s = first; s < end; s++) {
-        const void *value = after(values, at->shared[s] * pitch + WIDTH * c, dtype);
-        if (c == 0) fetch(values, pitch, at->shared, s, at->shared_count, D, dtype);
+        const void *value = after(line(values, at->shared[s], dtype), WIDTH * c, dtype);
+        if (c == 0) fetch(values, at->shared, s, at->shared_count, D, dtype);
         vec part[ACROSS];
         EACH_PART part[i] = load_as(value, WIDTH * i, dtype);
         EACH sum_of[t][i] += weights[t][s] * part[i];
@@ -178,11 +186,10 @@ INLINE void add_shared(const Attention *job, Space *at, const void *values, int6
 }
 
 /* Writes weights times values, of the shared keys and of each row's own, to the output. */
-INLINE void add_values(const Attention *job, Space *at, const void *values, const float *total,
+INLINE void add_values(const Attention *job, Space *at, const Lines *values, const float *total,
                        const int D, const int dtype) {
   const int C = D / WIDTH;
-  const int64_t pitch = job->values_n;
-  for (int64_t r = 0; r < at->rows; r += TOGETHER) add_shared(job, at, values, r, D, dtype);
+  for (int64_t r = 0; r < at->rows; r += TOGETHER) add_shared(at, values, r, D, dtype);
   for (int64_t r = 0; r < at->rows; r++) {
     const int32_t *own = at->own + r * job->count;
     const int64_t count = at->own_count[r];
@@ -192,10 +199,9 @@ INLINE void add_values(const Attention *job, Space *at, const void *values, cons
       even[i] = load(at->out[r] + WIDTH * i), odd[i] = splat(0.0f);
     int64_t s = 0;
     for (; s + 1 < count; s += 2) {
-      const void *one = after(values, own[s] * pitch, dtype);
-      const void *other = after(values, own[s + 1] * pitch, dtype);
-      fetch(values, pitch, own, s, count, D, dtype);
-      fetch(values, pitch, own, s + 1, count, D, dtype);
+      const void *one = line(values, own[s], dtype), *other = line(values, own[s + 1], dtype);
+      fetch(values, own, s, count, D, dtype);
+      fetch(values, own, s + 1, count, D, dtype);
       UNROLLED for (int i = 0; i < C; i++) {
         even[i] += weights[s] * load_as(one, WIDTH * i, dtype);
         odd[i] += weights[s + 1] * load_as(other, WIDTH * i, dtype);
@@ -203,7 +209,7 @@ INLINE void add_values(const Attention *job, Space *at, const void *values, cons
     }
     if (s < count)
       UNROLLED for (int i = 0; i < C; i++)
-        even[i] += weights[s] * load_as(values, own[s] * pitch + WIDTH * i, dtype);
+        even[i] += weights[s] * load_as(line(values, own[s], dtype), WIDTH * i, dtype);
     const float share = 1.0f / total[r]; /* of a row that sees nothing inf; it gets 0 * inf, NaN */
     UNROLLED for (int i = 0; i < C; i++) {
       const vec mixed = (even[i] + odd[i]) * share;
@@ -250,13 +256,18 @@ static void note_weights(const Attention *job, const Space *at, const float *tot
 
 INLINE void attend(const Attention *job, Space *at, int64_t b, int64_t head, const int D,
                    const int dtype) {
-  const void *keys = after(job->keys, b * job->keys_b + head * job->keys_h, dtype);
-  const void *values = after(job->values, b * job->values_b + head * job->values_h, dtype);
+  const int64_t of_head = head * job->common_h;
+  const Lines keys = {.common_rows = after(job->common_keys, of_head, dtype),
+                      .rows = after(job->keys, b * job->keys_b + head * job->keys_h, dtype),
+                      .common = job->common, .pitch = job->keys_n};
+  const Lines values = {.common_rows = after(job->common_values, of_head, dtype),
+                        .rows = after(job->values, b * job->values_b + head * job->values_h, dtype),
+                        .common = job->common, .pitch = job->values_n};
   float total[ROWS];
-  multiply_keys(job, at, keys, D, dtype);
+  multiply_keys(job, at, &keys, D, dtype);
   for (int64_t r = 0; r < at->rows; r++) total[r] = weigh(job, at, r);
   if (job->weights) note_weights(job, at, total, b, head);
-  add_values(job, at, values, total, D, dtype);
+  add_values(job, at, &values, total, D, dtype);
 }
 
 /* One function for each head dimension: in one function they take a compiler a minute. */

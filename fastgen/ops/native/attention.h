@@ -13,6 +13,8 @@ typedef struct {
   float *out;                         /* (B, M, H, D), contiguous but for the first dimension */
   const float *query, *mask, *bias;   /* (B, M, H, D); (B, H, M, N) or NULL; (B, H, N) or NULL */
   void *keys, *values;                /* (B, Hkv, N, D), of `dtype` */
+  const void *common_keys, *common_values; /* (Hkv, C, D): the first `common` keys of all sentences,
+                                              which `keys` then does not hold; or NULL */
   const float *new_keys, *new_values; /* of the newest tokens, written from `slot` on; or NULL */
   float *weights;                     /* (B, M, N) contiguous, the mean over the heads; or NULL */
   int64_t sentences, beams, key_heads, groups, count, dims, slot;
@@ -20,6 +22,7 @@ typedef struct {
   float scale;
   int64_t out_b, query_b, query_m, query_h, keys_b, keys_h, keys_n, values_b, values_h, values_n;
   int64_t mask_b, mask_h, mask_m, bias_b, bias_h;
+  int64_t common, common_h;           /* their number C, and the stride of a head */
   int64_t new_row;                    /* between the newest keys, and values, of two beams */
   int64_t successive;                 /* whether the beams are successive tokens of one text */
   int64_t at_once;                    /* heads per task */

@@ -210,7 +210,10 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
         .scale = of->scale, .out_b = call->beams * of_queries, .query_b = call->beams * row,
         .query_m = row, .query_h = of->dims, .keys_b = at->keys_b, .keys_h = at->keys_h,
         .keys_n = at->keys_n, .values_b = at->values_b, .values_h = at->values_h,
-        .values_n = at->values_n, .mask_b = at->mask_b, .mask_h = at->mask_h, .mask_m = at->mask_m,
+        .values_n = at->values_n,
+        .common_keys = at->common_keys, .common_values = at->common_values,
+        .common = at->common, .common_h = at->common_h,
+        .mask_b = at->mask_b, .mask_h = at->mask_h, .mask_m = at->mask_m,
         .bias_b = at->bias_b, .bias_h = at->bias_h, .new_row = row,
         .successive = call->successive};
     if (at->bias) job.bias = at->bias + number * at->bias_step;

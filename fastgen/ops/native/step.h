@@ -61,10 +61,11 @@ INLINE int attends(const Sublayer *of) {
  * attends to the call's own rows. */
 typedef struct {
   void *keys, *values;        /* of the step's dtype */
+  const void *common_keys, *common_values; /* as in `Attention` */
   float *weights;             /* (.., B, M, N) of each of several steps, or NULL */
   const float *mask, *bias;   /* bias: (.., B, H, N) of each of several steps, or NULL */
   int64_t count, slot, keys_b, keys_h, keys_n, values_b, values_h, values_n, mask_b, mask_h, mask_m;
-  int64_t bias_b, bias_h, bias_step;
+  int64_t bias_b, bias_h, bias_step, common, common_h;
 } Seen;
 
 /* The rows of one call: its beams, or tokens, sentence by sentence. If the rows of a sentence are

@@ -123,15 +123,20 @@ class Seen(ctypes.Structure):
         bias: (.., B, H, N), the attention bias of each of several steps; or NULL.
         count: the number of keys.
         slot: the first slot that the step writes.
+        common_keys: (Hkv, C, D), the first keys of all sentences; NULL if there are none. They
+            count as slots, and `keys` points to where the first of them would be.
+        common_values: as `common_keys`.
+        common: C.
+        common_h: stride of the heads of `common_keys` and `common_values`.
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "keys values weights mask bias"),
+        *of(POINTER, "keys values common_keys common_values weights mask bias"),
         *of(
             INTEGER,
             "count slot keys_b keys_h keys_n values_b values_h values_n mask_b mask_h mask_m",
         ),
-        *of(INTEGER, "bias_b bias_h bias_step"),
+        *of(INTEGER, "bias_b bias_h bias_step common common_h"),
     ]
 
 

@@ -53,6 +53,13 @@ class _FullLayer:
     prefix: int
     steps: int
 
+    @property
+    def own(self) -> tuple[Tensor, Tensor]:
+        return self.joined()
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
 
 class Room:
     """View of a cache's full capacity, for captured decode steps.
@@ -212,7 +219,7 @@ class SharedCache:
         There every row of the call, finished ones included, holds all tokens that it may attend to.
         """
         return sum(
-            kv.nbytes // (self.sentences * kv.slots) * held(layer, kv.length) * self._stock_rows
+            kv.slot_nbytes * held(layer, kv.length) * self._stock_rows
             for layers, part in self._beside_stock
             for kv, layer in zip(layers, part.layers, strict=False)
         )
@@ -221,13 +228,19 @@ class SharedCache:
         """Store a layer's self-attention keys and values (B, Hkv, L, D), as its module would."""
         parts_of(self.as_seen)[0].update(keys, values, layer)
 
-    def keep_common(self, cache: Cache) -> None:
+    def keep_common(self, cache: Cache, apart: bool) -> None:
         """Store the keys and values of tokens that the prompts of all sentences begin with.
 
         Args:
             cache: A cache of transformers with one row.
+            apart: Whether to store them once, for readers that know of them.
         """
+        own: Any = parts_of(self.as_seen)[0]
         for index, layer in enumerate(parts_of(cache)[0].layers):
+            if apart:
+                own.layers.append(own.layer_class_to_replicate())
+                self.text[index].share(layer.keys, layer.values)
+                continue
             keys, values = (
                 states.expand(self.sentences, -1, -1, -1) for states in (layer.keys, layer.values)
             )
@@ -238,6 +251,11 @@ class SharedCache:
         cached = cast(Any, self.as_seen)
         cached.cross_attention_cache.update(keys, values, layer)
         cached.is_updated[layer] = True
+
+    def expand(self) -> None:
+        """Store the keys and values of common tokens for every sentence."""
+        for layer in self.text:
+            layer.expand()
 
     def begin_decoding(self) -> None:
         """End prefill: from now on each decode step takes M slots per sentence."""
@@ -388,16 +406,17 @@ class _Layer(DynamicLayer):
         if not self._owner.decoding:
             fresh = self._kv.length == 0
             self._kv.extend(key_states, value_states)
-            return (key_states, value_states) if fresh else (self._kv.keys, self._kv.values)
+            return (key_states, value_states) if fresh else self._kv.joined()
         if self._owner.looked_at:
-            return torch.cat([self._kv.keys, key_states], 2), torch.cat(
-                [self._kv.values, value_states], 2
-            )
+            keys, values = self._kv.joined()
+            return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
         if (room := self._owner.room) is None:
             self._kv.append(key_states, value_states)
         else:
             write_slots_(*self._kv.room, key_states, value_states, room.start)
-        return self.keys, self.values
+        if self._owner.returns_placeholders:
+            return self._handed_out, self._handed_out
+        return self._kv.joined()
 
     def get_seq_length(self) -> int:
         room = self._owner.room

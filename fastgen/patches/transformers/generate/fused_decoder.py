@@ -193,7 +193,7 @@ class FusedDecoder:
         self.first = self._first(counted if skips_padding else positions)
         self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is needed
         self.hidden: Tensor | None = None
-        replayed = graph.wanted(cache.text[0].keys) and not self.seeing
+        replayed = graph.wanted(cache.text[0].own[0]) and not self.seeing
         # Whether C runs the steps from token ids to logits.
         self._written = not self.seeing and not replayed and is_written(step)
         self.replay = Replay(step, cache.text, cache.longest) if replayed else None
@@ -272,7 +272,7 @@ class FusedDecoder:
         if ancestry is not None:
             mask, own = ancestry.behind(self.prefix, self.prefix_mask), ancestry.own
         else:
-            own = torch.zeros(1, 1, dtype=torch.float32, device=cache.text[0].keys.device)
+            own = torch.zeros(1, 1, dtype=torch.float32, device=cache.device)
             if self.prefix_mask is not None:
                 mask = torch.nn.functional.pad(self.prefix_mask[:, 0], (0, text.steps + steps))
         context = Context(

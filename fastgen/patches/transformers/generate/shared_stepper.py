@@ -178,7 +178,7 @@ class SharedStepper(ModuleStepper):
         """
         step = self.of_weights
         if self.plan.common:
-            return common_prompt.prefill(self.model, ids, kwargs, self.plan.common, cache)
+            return common_prompt.prefill(self.model, ids, kwargs, self.plan, cache)
         if step is None or not self._is_first_token(cache, step, kwargs):
             return compat.prefill(self.model, ids, self.config, kwargs)
         states, mask = kwargs["encoder_outputs"][0], source_mask(self.model, kwargs, step.dtype)
@@ -444,9 +444,10 @@ class SharedStepper(ModuleStepper):
             reason_not := reason_not_to_capture(self.model, None, self.config, self.kwargs, None)
         ):
             graphs, left_off = False, (*left_off, not_captured(reason_not))
-        self.plan = replace(self.plan, fused=False, graphs=graphs, left_off=left_off)
-        if graphs and self.cache is not None:
-            self.captured = CapturedModules(self.model, self.cache)
+        self.plan = replace(self.plan, fused=False, graphs=graphs, left_off=left_off, apart=False)
+        if self.cache is not None:
+            self.cache.expand()  # modules would copy the common tokens in every step
+            self.captured = CapturedModules(self.model, self.cache) if graphs else None
 
     def _of_captured(self, cache: SharedCache, captured: CapturedModules, ids: Tensor) -> Tensor:
         """Run a captured step, or run it both ways, and return logits (R, V) fp32."""
@@ -504,7 +505,9 @@ class SharedStepper(ModuleStepper):
         self.kwargs = kwargs | {CACHE: cache.as_stock()}
         self.cache = self.fused = self.captured = None
         left_off = (not_shared(reason), *self.plan.left_off)
-        self.plan = replace(self.plan, shared=False, fused=False, graphs=False, left_off=left_off)
+        self.plan = replace(
+            self.plan, shared=False, fused=False, graphs=False, left_off=left_off, apart=False
+        )
 
     def keep_arguments(self, rows: Tensor) -> None:
         if self.joinable:  # the model's forward will not run again

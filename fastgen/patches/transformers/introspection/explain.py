@@ -114,7 +114,8 @@ class Explanation:
             )
             lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
             if plan.common:
-                lines.append(("prompt", f"the first {plan.common} tokens, alike in all, run once"))
+                once = "run and are kept once" if plan.apart else "run once"
+                lines.append(("prompt", f"the first {plan.common} tokens, alike in all, {once}"))
             steps = "from the weights" if plan.fused else "through the model's own modules"
             lines.append(("decode steps", steps + (", as CUDA graphs" if plan.graphs else "")))
             if plan.int8:
@@ -381,7 +382,10 @@ def _kv_bytes(model: Any, prepared: Prepared, plan: Plan) -> tuple[int, int] | t
     stock = plan.rows * sum(_held(part, layers, length) for part, length in texts) * entry
     if not plan.shared:
         return stock, stock
-    return plan.sentences * layers * (source + prefix + steps * plan.beams) * entry, stock
+    slots = plan.sentences * (source + prefix + steps * plan.beams)
+    if plan.apart:
+        slots -= (plan.sentences - 1) * plan.common
+    return layers * slots * entry, stock
 
 
 def _held(cache: Any, layers: int, length: int) -> int:

@@ -6,12 +6,17 @@ over a cache that holds the keys and values of the common tokens.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 from fastgen.decoding.kv_cache import common_prefix
 from fastgen.decoding.kv_cache.common_prefix import begin_alike, is_on_the_left, padding_of
+from fastgen.decoding.plan import Plan
+from fastgen.models.build.equivalence_check import outcome
 from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.runtime.native_multistep_job import why_not_in_c
+from fastgen.ops import native
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
@@ -71,6 +76,26 @@ def supports(step: DecoderStep | None, kwargs: dict[str, Any]) -> bool:
     return step is not None and not (step.has_bias and padding_of(kwargs.get(_MASK)) is not None)
 
 
+def is_kept_apart(step: DecoderStep, rows: int, config: Any) -> bool:
+    """Return whether decode steps read one copy of the keys and values of common tokens.
+
+    Steps in C do. All other readers need a copy for every sentence, also the torch operations that
+    an equivalence check in half precision runs.
+
+    Args:
+        step: The decode step of a plan.
+        rows: B * M of the call.
+    """
+    return (
+        step.embedding.tokens.device.type == "cpu"
+        and (bool(outcome(step)) or step.dtype == torch.float32)
+        and not step.has_bias
+        and not why_not_in_c(step)
+        and rows <= native.most_rows(step.dtype)
+        and not config.return_dict_in_generate
+    )
+
+
 def common_first(
     input_ids: Tensor, kwargs: dict[str, Any], common: int, beams: int
 ) -> tuple[Tensor, dict[str, Any]]:
@@ -93,26 +118,24 @@ def common_first(
     return input_ids.gather(1, order)[::beams], kwargs | moved
 
 
-def prefill(
-    model: Any, ids: Tensor, kwargs: dict[str, Any], common: int, cache: SharedCache
-) -> Any:
+def prefill(model: Any, ids: Tensor, kwargs: dict[str, Any], plan: Plan, cache: SharedCache) -> Any:
     """Run the common tokens of all prompts once, then the rest of each prompt.
 
     Args:
         ids: (B, P) int64, with the common tokens first.
         kwargs: Arguments of the model's forward, at B rows.
-        common: Tokens that all prompts begin with.
+        plan: The plan of the call.
         cache: Gets the keys and values.
 
     Returns:
         The outputs of the last forward, whose logits end with those of each prompt's last token.
     """
-    once = DynamicCache()
+    once, common = DynamicCache(), plan.common
     first = {name: value for name, value in kwargs.items() if name not in _BY_TOKEN} | {CACHE: once}
     if (positions := kwargs.get(_POSITIONS)) is not None:
         first[_POSITIONS] = positions[:1, :common]
     model(**model.prepare_inputs_for_generation(ids[:1, :common], **first), return_dict=True)
-    cache.keep_common(once)
+    cache.keep_common(once, plan.apart)
     rest = ids.shape[1] - common
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=rest, **kwargs)
     return model(**inputs, return_dict=True)

@@ -149,6 +149,9 @@ def decide(
         not_in_c="" if step is None else why_not_in_c(step),
         int8=int8_step.is_requested() and not refused,
         common=common,
+        apart=step is not None
+        and common > 0
+        and common_prompt.is_kept_apart(step, len(input_ids), config),
         family=family,
     )
     return plan, step

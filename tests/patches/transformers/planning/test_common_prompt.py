@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 import fastgen
 from fastgen.decoding.kv_cache import common_prefix
+from fastgen.ops import native
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
 from fastgen.patches.transformers.planning import common_prompt
@@ -18,6 +19,7 @@ from tests.support import zoo
 from tests.support.parity import assert_same
 
 SENTENCES, COMMON, OWN = 7, 37, 9
+needs_c = pytest.mark.skipif(native.library() is None, reason="there are no operations in C here")
 METHODS: dict[str, dict[str, Any]] = {
     "one token": {"max_new_tokens": 1},
     "greedy": {"max_new_tokens": 9, "eos_token_id": [2, *range(4, 30)]},
@@ -155,23 +157,141 @@ def test_drafts_of_a_small_model(padded: bool) -> None:
         assert torch.equal(ours, model.generate(**kwargs))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("beams", [1, 3])
-def test_single_precision(padded: bool, beams: int) -> None:
-    """In C, where there is a library."""
-    torch.manual_seed(0)
-    model = tf.GPT2LMHeadModel(
+def _gpt2() -> Any:
+    return tf.GPT2LMHeadModel(
         tf.GPT2Config(
             vocab_size=zoo.VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=128,
             initializer_range=0.3, pad_token_id=zoo.PAD, bos_token_id=1, eos_token_id=zoo.EOS,
         )
-    ).eval()  # fmt: skip
-    kwargs = prompts(padded) | {"max_new_tokens": 12, "num_beams": beams}
+    )  # fmt: skip
+
+
+def _llama() -> Any:
+    """Return a model with rotary positions and grouped key heads."""
+    return tf.LlamaForCausalLM(
+        tf.LlamaConfig(
+            vocab_size=zoo.VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
+            pad_token_id=zoo.PAD, bos_token_id=1, eos_token_id=zoo.EOS,
+        )
+    )  # fmt: skip
+
+
+def _gptj() -> Any:
+    """Return a model whose modules compute attention by themselves."""
+    return tf.GPTJForCausalLM(
+        tf.GPTJConfig(
+            vocab_size=zoo.VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=128,
+            rotary_dim=8, initializer_range=0.3, pad_token_id=zoo.PAD, bos_token_id=1,
+            eos_token_id=zoo.EOS,
+        )
+    )  # fmt: skip
+
+
+def _in_c(make: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return make().eval().to(dtype)
+
+
+def _kept(model: Any, kwargs: dict[str, Any]) -> tuple[bool, float]:
+    """Run a call; return whether it kept common tokens apart, and its share of stock's KV bytes."""
+    model.generate(**kwargs)
+    report = last_call()
+    assert report is not None
+    assert report.plan.common == COMMON
+    return report.plan.apart, report.kv_bytes / report.stock_kv_bytes
+
+
+IN_C: dict[str, dict[str, Any]] = {
+    "one token": {"max_new_tokens": 1},
+    "greedy": {"max_new_tokens": 12, "eos_token_id": [2, *range(4, 30)]},
+    "samples": {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 2},
+    "beams": {"max_new_tokens": 20, "num_beams": 3, "eos_token_id": [2, *range(4, 16)]},
+    "processors": {"max_new_tokens": 8, "num_beams": 2, "no_repeat_ngram_size": 2},
+    "steps of a stopping criterion": {"max_new_tokens": 8, "max_time": 1000.0},
+}
+
+
+@needs_c
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("method", IN_C)
+@pytest.mark.parametrize("make", [_gpt2, _llama, _gptj])
+def test_one_copy_of_keys_and_values(make: Callable[[], Any], method: str, padded: bool) -> None:
+    model, kwargs = _in_c(make), prompts(padded) | IN_C[method]
+    rows = kwargs.get("num_return_sequences", kwargs.get("num_beams", 1))
     for _ in range(2):  # the first call compares a step with the modules
+        torch.manual_seed(0)
         ours = model.generate(**kwargs)
-        assert _common() == COMMON
+        report = last_call()
+        assert report is not None
+        assert (report.plan.common, report.plan.apart) == (COMMON, True)
+        # The common tokens once, and at most all other slots of each row.
+        most = COMMON + SENTENCES * (OWN + rows * kwargs["max_new_tokens"])
+        slot = report.stock_kv_bytes / (SENTENCES * rows * (COMMON + OWN))
+        assert report.kv_bytes <= slot * most
+        torch.manual_seed(0)
+        with fastgen.disabled():
+            assert torch.equal(ours, model.generate(**kwargs))
+
+
+@needs_c
+@pytest.mark.parametrize("beams", [1, 3])
+def test_explain_predicts_the_bytes(beams: int) -> None:
+    model = _in_c(_gpt2)
+    kwargs = prompts(padded=False) | {"num_beams": beams, "max_new_tokens": 8, "min_length": 200}
+    explanation = fastgen.explain(model, **kwargs)
+    assert f"the first {COMMON} tokens, alike in all, run and are kept once" in str(explanation)
+    model.generate(**kwargs)
+    report = last_call()
+    assert report is not None
+    assert report.kv_bytes == explanation.kv_bytes
+    assert report.stock_kv_bytes == explanation.stock_kv_bytes
+
+
+@needs_c
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """The first call's equivalence check runs torch operations, which read a copy per sentence."""
+    model, kwargs = _in_c(_gpt2, dtype), prompts(padded=True) | {"max_new_tokens": 8}
+    assert [_kept(model, kwargs)[0] for _ in range(2)] == [False, True]
+    apart = model.generate(**kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common_prompt, "is_kept_apart", lambda *_: False)
+        assert torch.equal(apart, model.generate(**kwargs))  # the same sums in the same order
+
+
+@needs_c
+def test_other_readers_have_a_copy_per_sentence() -> None:
+    model = _in_c(_llama)
+    kwargs = prompts(padded=True) | {"max_new_tokens": 9}
     with fastgen.disabled():
-        assert torch.equal(ours, model.generate(**kwargs))
+        stock = model.generate(**kwargs)
+    # Drafts are verified over several successive tokens, and bounded drafts by a small model.
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": _in_c(_llama)}):
+        extra = {"lossless": True} if "assistant_model" in options else {}
+        for _ in range(2):
+            assert torch.equal(model.generate(**kwargs, **options, **extra), stock)
+    returned = model.generate(
+        **prompts(padded=False), max_new_tokens=3, return_dict_in_generate=True
+    )
+    assert returned[CACHE].layers[0].keys.shape[2] == COMMON + OWN + 2
+    assert _planned(_in_c(_llama), **kwargs) == COMMON
+
+
+@needs_c
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_step_that_differs_from_the_modules(beams: int) -> None:
+    model = _in_c(_gpt2)
+    kwargs = prompts(padded=True) | {"max_new_tokens": 6, "num_beams": beams}
+    with fastgen.disabled():
+        stock = model.generate(**kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        name = "fastgen.patches.transformers.generate.shared_stepper.verdict"
+        patch.setattr(name, lambda *_: "a reason")
+        assert torch.equal(model.generate(**kwargs), stock)
+    report = last_call()
+    assert report is not None
+    assert (report.plan.apart, report.plan.fused) == (False, False)
 
 
 def test_equal_prompts() -> None:
