@@ -17,6 +17,7 @@ from fastgen.patches.transformers.generate.report import last_call
 from fastgen.patches.transformers.planning import common_prompt
 from tests.support import zoo
 from tests.support.parity import assert_same
+from tests.support.pretended import Pretended
 
 SENTENCES, COMMON, OWN = 7, 37, 9
 needs_c = pytest.mark.skipif(native.library() is None, reason="there are no operations in C here")
@@ -334,6 +335,30 @@ def test_modules_that_go_on_alone() -> None:
             report = last_call()
             assert report is not None
             assert (report.plan.common, report.plan.fused) == (COMMON, False)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_captured_steps(
+    beams: int, padded: bool, monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, str], None]
+) -> None:
+    """On a pretended device, where CUDA graphs read a copy for every sentence."""
+    setting("FASTGEN_OPS", "reference")
+    model = zoo.build("llama", torch.float32)
+    kwargs = prompts(padded) | {"num_beams": beams, "max_new_tokens": 24, "min_new_tokens": 24}
+    with fastgen.disabled():
+        expected = model.generate(**kwargs)
+    Pretended(monkeypatch)
+    model.to("cuda")
+    fastgen.release()
+    on_device = {k: v.to("cuda") if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    for _ in range(2):
+        assert model.generate(**on_device).tolist() == expected.tolist()
+        report = last_call()
+        assert report is not None
+        plan = report.plan
+        assert (plan.common, plan.apart, plan.graphs) == (COMMON, False, True)
+    fastgen.release()
 
 
 def _hooked(model: Any) -> dict[str, Any]:
