@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fastgen.patches.fairseq.bild.bild import Drafting
     from fastgen.patches.transformers.bild.bild import DraftingRequest
     from fastgen.patches.transformers.encoders.encoder import EncoderConsumer
+    from fastgen.patches.transformers.loops.upcoming_calls import UpcomingCalls
     from fastgen.patches.transformers.streaming.suspend import Request
 
 
@@ -41,6 +42,7 @@ class GenerationCall:
         result: In fairseq, a batch and what the generator returns for it; or None.
         step: Attention of the decode step that runs; None outside of one.
         encoder_consumer: Which positions of an encoder's output are read; None if unknown.
+        upcoming: The calls of the loop over batches that runs; None outside of one.
     """
 
     model: Any = None
@@ -57,6 +59,7 @@ class GenerationCall:
     result: tuple[Any, Any] | None = None
     step: Any = None
     encoder_consumer: "EncoderConsumer | None" = None
+    upcoming: "UpcomingCalls | None" = None
 
     def from_sentence(self, first: int) -> "GenerationCall":
         """Return the same requests for a part of the batch.

@@ -195,5 +195,21 @@ PATCHES = (
         help="a ContinuousBatchingManager whose requests run on fastgen's continuous batching",
         covers="ContinuousBatchingManager",
     ),
+    Patch(
+        name="transformers.evaluation_loop",
+        toolkit=TOOLKIT,
+        target="transformers.trainer:Trainer.evaluation_loop",
+        replacement="fastgen.patches.transformers.loops.loops:evaluation_loop",
+        parameters=("self", "dataloader", "description"),
+        help="evaluation that generates: texts of several batches, sorted by length, on a CPU",
+    ),
+    Patch(
+        name="transformers.pipeline_batches",
+        toolkit=TOOLKIT,
+        target="transformers.pipelines.base:Pipeline.get_iterator",
+        replacement="fastgen.patches.transformers.loops.loops:get_iterator",
+        parameters=("self", "inputs", "num_workers", "batch_size"),
+        help="pipelines that generate: texts of several batches, sorted by length, on a CPU",
+    ),
     *_OF_ENCODERS,
 )

@@ -53,8 +53,12 @@ def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `GenerationMixin.generate`.
 
     For the call, the model's linear layers run on their fastest route. In parity mode the call runs
-    both ways and the outputs are compared.
+    both ways and the outputs are compared. Within a loop over batches, the output may have been
+    computed with those of other batches.
     """
+    upcoming = call_of(self).upcoming
+    if upcoming is not None and (output := upcoming.output_of(args, kwargs)) is not None:
+        return output
     suspend.note_call(self)
     if kwargs.get("custom_generate") is not None:
         of = type(self).__name__, "custom_generate"

@@ -88,6 +88,31 @@ def generate_stream(
     return stream.run(iter(inputs))
 
 
+def generate_window(
+    model: Any,
+    sentences: Sequence[Tensor],
+    *,
+    max_tokens: int,
+    max_sentences: int,
+    **generate_kwargs: Any,
+) -> list[Tensor]:
+    """Return the sequences (N, L) int64 of each of a number of sentences, as `generate_stream`.
+
+    Args:
+        model: A transformers model that can generate.
+        sentences: Token ids (L,) int64 of each sentence, without padding.
+        max_tokens: Maximum number of tokens in a batch, including padding.
+        max_sentences: Maximum number of sentences in a batch.
+        generate_kwargs: Arguments of `generate` other than the inputs and their mask.
+
+    Raises:
+        TypeError: An argument is not supported.
+    """
+    stream = _Stream(model, max_tokens, len(sentences), False, None, None, generate_kwargs)
+    stream.max_sentences = max_sentences
+    return list(stream.run(iter(sentences)))
+
+
 class _Stream:
     def __init__(
         self,
@@ -105,6 +130,7 @@ class _Stream:
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         self.model, self.max_tokens, self.window, self.kwargs = model, max_tokens, window, kwargs
         self.wanted, self.begun = wanted, 0  # begun: number of sentences in earlier windows
+        self.max_sentences: int | None = None
         limit = kwargs.get("max_new_tokens")
         self.limit = limit if callable(limit) else None
         if self.limit is not None:
@@ -190,7 +216,9 @@ class _Stream:
             self.drafts or not engine.is_applied("transformers.first_tokens")
         )
         return (
-            _Waiting(sentences, first, self.max_tokens, self.padding, apart, error)
+            _Waiting(
+                sentences, first, self.max_tokens, self.max_sentences, self.padding, apart, error
+            )
             if sentences
             else None
         )
@@ -294,6 +322,7 @@ class _Waiting:
         sentences: Token ids (L,) int64 of each sentence.
         first: First token of each output, or empty.
         max_tokens: Maximum number of tokens in a batch, including padding.
+        max_sentences: Maximum number of sentences in a batch; None for any.
         padding: How sentences of different lengths may be padded.
         apart: Whether all sentences of a batch must have the same first token.
         error: The exception that ended the inputs after these sentences, or None.
@@ -304,16 +333,13 @@ class _Waiting:
         sentences: list[Tensor],
         first: list[int],
         max_tokens: int,
+        max_sentences: int | None,
         padding: Padding,
         apart: bool,
         error: Exception | None,
     ) -> None:
-        self.sentences, self.first, self.max_tokens, self.error = (
-            sentences,
-            first,
-            max_tokens,
-            error,
-        )
+        self.sentences, self.first, self.error = sentences, first, error
+        self.max_tokens, self.max_sentences = max_tokens, max_sentences
         lengths = [len(sentence) for sentence in sentences]
         self.kinds = [
             (first[i] if apart else 0, padding.length_of(sentence))
@@ -336,6 +362,8 @@ class _Waiting:
         count = room // len(self.sentences[longest])
         if room == self.max_tokens:
             count = max(1, count)
+        if self.max_sentences is not None:
+            count = min(count, self.max_sentences)
         places = list(takewhile(lambda i: self.kinds[i] == self.kinds[longest], self.order[:count]))
         self.order = self.order[len(places) :]
         if not places:
