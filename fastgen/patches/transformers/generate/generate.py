@@ -35,6 +35,7 @@ from fastgen.patches.transformers.generate.stopping_criteria import (
     normalized_config,
 )
 from fastgen.patches.transformers.introspection import parity
+from fastgen.patches.transformers.planning import first_call
 from fastgen.patches.transformers.planning.decide import decide, method_named
 from fastgen.patches.transformers.streaming import beam_streamer, split, suspend
 from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
@@ -282,6 +283,7 @@ def _run(loop: Literal["beam", "sample"], call: Call, stock: Callable[[], Any]) 
         backend = backend_of(decoding.search, model)
         with decoding.around():
             finished = decode(backend, model.prefill(), lambda: pauses and model.joinable)
+    first_call.note_call(call.model)
     suspended = SuspendedDecode(name, backend, decoding.output, () if reason is None else (reason,))
     if drafting is not None:
         sequences, seconds = suspended.finish(), time.perf_counter() - start

@@ -19,7 +19,7 @@ from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of
 from fastgen.patches.transformers.generate import captured_module_step, first_tokens, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method, method_of
-from fastgen.patches.transformers.planning import common_prompt
+from fastgen.patches.transformers.planning import common_prompt, first_call
 from fastgen.patches.transformers.planning.row_removal import looks_at_rows, reason_not_to_drop
 from fastgen.patches.transformers.planning.sharing import (
     MODULES_CANNOT,
@@ -103,6 +103,15 @@ def decide(
     common = common if common_prompt.supports(step, kwargs) else 0
     if few is not None and shared and not common:
         shared, step, left_off = False, None, [not_shared(few)]
+    if (
+        step is not None
+        and method is None
+        and not drafts
+        and not has_own_attention(model)
+        and first_call.packs_later(model, step, input_ids, new_tokens)
+    ):
+        step = None
+        left_off.append(by_modules(first_call.REASON))
     samples = beams if loop == "sample" and method is None else 1
     request = call_of(model).suspension
     reason = reason_not_to_drop(

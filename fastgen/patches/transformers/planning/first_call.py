@@ -1,0 +1,52 @@
+"""A short first call of a model does not pack its weights: that would take longer than its steps.
+
+The first fused step of a model is compared with the model's own, for which all weights are packed
+at once. A call of few new tokens leaves both to the next call.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.layers.packed_weights import OFTEN
+from fastgen.models.routing import routes
+from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.models.state import Kept, kept_of, state_of
+
+REASON = "the first call of this model is short, and its weights are packed from the second on"
+"""Why the decode steps of a call are not fused."""
+
+_ROWS = 4
+"""Most rows of a call that does not pack: steps of more rows gain more."""
+
+_HEAVY = 64 << 20
+"""Bytes to pack from which on it takes a noticeable time."""
+
+
+class Called(Kept):
+    """Marks a model whose first call has ended."""
+
+
+def packs_later(model: Any, step: DecoderStep, input_ids: Tensor, new_tokens: int) -> bool:
+    """Return whether a call leaves the packing of weights to the next one.
+
+    Args:
+        model: The model.
+        step: Its fused decode step.
+        input_ids: (R, P), the prompt.
+        new_tokens: Most new tokens of a text.
+    """
+    return (
+        new_tokens < OFTEN
+        and len(input_ids) <= _ROWS
+        and input_ids.device.type == "cpu"
+        and kept_of(model, Called) is None
+        and outcome(step) is None
+        and routes.survey(model).missing_bytes >= _HEAVY
+    )
+
+
+def note_call(model: Any) -> None:
+    """Note that a model was called."""
+    state_of(model).of(Called)
