@@ -70,15 +70,15 @@ def net() -> Iterator[Net]:
 X = _randn(16, 320, seed=9)
 
 
-def _run(net: nn.Module, times: int = 3) -> Tensor:
-    """Return the output of the last of several calls; weights are packed from the third call on."""
+def _run(net: nn.Module, times: int = packed_weights.OFTEN) -> Tensor:
+    """Return the output of the last of several calls; the default packs the weights."""
     with torch.no_grad():
         for _ in range(times):
             found = net(X)
     return found
 
 
-def _routed_run(net: nn.Module, times: int = 3) -> Tensor:
+def _routed_run(net: nn.Module, times: int = packed_weights.OFTEN) -> Tensor:
     with routes.routed(net) as count:
         assert count
         return _run(net, times)
