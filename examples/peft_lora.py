@@ -2,7 +2,7 @@
 
 The adapter here is random; yours comes from `PeftModel.from_pretrained(model, FOLDER)`. Decode
 steps run directly on the weights in both cases. Beside the weights, an adapter adds two small
-products to each layer that it adapts, and steps run as torch operations; merged, they run in C.
+products to each layer that it adapts.
 
     python examples/peft_lora.py
 """

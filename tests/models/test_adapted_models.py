@@ -122,7 +122,6 @@ def test_merged_lora_runs_in_c(family: str) -> None:
     model = _lora(family, FEW[family], torch.float32)
     kwargs = zoo.batch(_bare(model), 3, 7) | BEAMS
     plain = fastgen.explain(zoo.build(family, torch.float32), **kwargs)
-    assert "its layers are not written in C" in str(fastgen.explain(model, **kwargs))
     model.merge_adapter()
     explanation = fastgen.explain(model, **kwargs)
     assert plain.plan is not None

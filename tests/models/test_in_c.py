@@ -191,6 +191,100 @@ def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.Mon
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
 
 
+LORA = ["llama", "gpt2", "marian", "t5", "bart"]
+
+
+def _lora(family: str, dtype: torch.dtype = torch.float32, rank: int = 3, seed: int = 0) -> Any:
+    """Return a model with an adapter on all linear layers but the head, and another adapter."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    options: dict[str, Any] = {"target_modules": "all-linear", "init_lora_weights": False}
+    if family == "gpt2":
+        options |= {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
+    config = lambda: peft.LoraConfig(r=rank, lora_alpha=1, **options)  # noqa: E731
+    model = peft.get_peft_model(zoo.build(family, torch.float32, seed), config())
+    model.add_adapter("other", config())
+    return model.to(dtype).eval()
+
+
+@pytest.mark.parametrize("rank", [1, 20])
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("family", LORA)
+def test_logits_with_lora(
+    variant: str,  # noqa: F811
+    family: str,
+    threads: int,
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Single operations, and PEFT's own modules, have the same logits."""
+    model = _lora(family, rank=rank)
+    options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 12}
+    kwargs = zoo.batch(model.get_base_model(), 7, 9) | options | {"min_new_tokens": 12}
+    monkeypatch.setattr(native, "threads_for", lambda work: threads)
+    for beams in (1, 4):
+        model.generate(**kwargs, num_beams=beams)
+        calls.clear()
+        found = model.generate(**kwargs, num_beams=beams)
+        assert _steps() >= 11
+        with monkeypatch.context() as patch:
+            patch.setattr(InC, "__call__", lambda *_: None)
+            wanted = model.generate(**kwargs, num_beams=beams)
+        with fastgen.disabled():
+            own = model.generate(**kwargs, num_beams=beams)
+        assert torch.equal(found.sequences, wanted.sequences)
+        assert torch.equal(found.sequences, own.sequences)
+        for one, other in zip(found.logits, wanted.logits, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", LORA)
+def test_lora_may_change_between_calls(family: str, method: str) -> None:
+    """An adapter is switched, scaled, written to, disabled and merged; each takes effect in C."""
+    model = _lora(family)
+    kwargs = zoo.batch(model.get_base_model(), 4, 9) | METHODS[method] | {"max_new_tokens": 8}
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: model.set_adapter("other"),
+        lambda: [layer.set_scale("other", -2.0) for layer in layers],
+        lambda: [layer.lora_A["other"].weight.data.neg_() for layer in layers],
+        lambda: [layer.lora_B["other"].weight.data.mul_(3.0) for layer in layers],
+        lambda: model.base_model.disable_adapter_layers(),
+        lambda: model.base_model.enable_adapter_layers(),
+        lambda: model.merge_adapter(),
+        lambda: model.unmerge_adapter(),
+    ]
+    found = list[Any]()
+    for change in changes:
+        with torch.no_grad():
+            change()
+        calls.clear()
+        scores = {"return_dict_in_generate": True, "output_scores": True}
+        assert_same(model, kwargs)
+        found.append(model.generate(**kwargs | scores).scores[0].nan_to_num(0, 0, 0))
+        assert _steps() > 0
+    for i in range(1, 7):
+        assert not torch.allclose(found[i], found[i - 1], atol=1e-3), i
+    model.base_model.set_adapter(["default", "other"])
+    calls.clear()
+    assert_same(model, kwargs)
+    assert _steps() == 0  # C adds one adapter
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bart"])
+def test_lora_in_half_precision(family: str, dtype: torch.dtype) -> None:
+    ratios = list[float]()
+    for seed in range(7):
+        model = _lora(family, dtype, seed=seed).get_base_model()
+        found = noise.noise(model, zoo.batch(model, 6, 9), {"max_new_tokens": 12})
+        ratios.append(found.error / found.own)
+    assert sorted(ratios)[3] <= noise.LIMIT, ratios
+    assert _steps() > 0
+
+
 def test_halves_that_no_panel_begins_with(variant: str) -> None:  # noqa: F811
     """The plan says why steps run in torch: the gate of Phi-3 is one weight with another layer."""
     by = native.found().library

@@ -36,7 +36,10 @@ def why_not_int8(step: DecoderStep) -> str:
         return reason or "its steps are not written in C"
     if any(isinstance(sublayer.mixer, Experts) for sublayer in step.sublayers):
         return "a mixture of experts has no products in int8"
-    return _too_wide(_products_of_step(step))
+    products = _products_of_step(step)
+    if not all(isinstance(product, Linear) for product in products):
+        return "an adapter has no products in int8"
+    return _too_wide(products)
 
 
 def int8_step(step: DecoderStep) -> DecoderStep | None:

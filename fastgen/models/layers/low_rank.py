@@ -5,6 +5,7 @@ Source: Hu et al. 2021 (LoRA), section 4.1.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -43,6 +44,16 @@ class LowRank:
     @property
     def outputs(self) -> int:
         return self.base.outputs
+
+    @property
+    def inputs(self) -> int:
+        """K."""
+        return cast(Any, self.base).inputs
+
+    @property
+    def products(self) -> list[Product]:
+        """The layer's own product, then both of each adapter."""
+        return [self.base, *(each for a in self.adapters for each in (a.down, a.up))]
 
     def apply(
         self, x: Tensor, activation: str | None = None, residual: Tensor | None = None

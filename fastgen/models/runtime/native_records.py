@@ -16,6 +16,7 @@ from torch import Tensor
 from fastgen import config
 from fastgen.models.layers.experts import ExpertProducts, Experts
 from fastgen.models.layers.linear import Int8Linear, Linear, Product
+from fastgen.models.layers.low_rank import LowRank
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.memory.scratch import Memory
 from fastgen.models.runtime import native_experts
@@ -37,8 +38,33 @@ def _is_written(sublayer: Sublayer) -> bool:
     if sublayer.own is not None or not (norm is unnormed or is_norm(norm)):
         return False
     return _is_mix_written(mixer) and all(
-        isinstance(product, (Linear, ExpertProducts)) for product in products_of(sublayer)
+        isinstance(product, (Linear, ExpertProducts)) or _is_adapted(product, mixer)
+        for product in products_of(sublayer)
     )
+
+
+def _is_adapted(product: object, mixer: Any) -> TypeGuard[LowRank]:
+    """Return whether C implements a product with an adapter in a sublayer."""
+    return (
+        type(product) is LowRank
+        and len(product.adapters) == 1
+        and isinstance(product.base, Linear)
+        and isinstance(product.adapters[0].up, Linear)
+        and is_readable(_down(product).weight)
+        and not _down(product).weight.is_inference()
+        and not isinstance(mixer, Experts)
+        and not getattr(mixer, "halves", False)
+    )
+
+
+def _down(product: LowRank) -> Any:
+    """Return the layer of an adapter's first product, whose weight C reads as it is."""
+    return cast(Any, product.adapters[0].down).module
+
+
+def _packed_of(product: Any) -> list[Any]:
+    """Return the products whose weights are packed: the product itself, or those of an adapter."""
+    return [product.base, product.adapters[0].up] if type(product) is LowRank else [product]
 
 
 def _is_mix_written(mixer: Any) -> bool:
@@ -162,6 +188,12 @@ def _mixed(sublayer: Sublayer) -> int:
     return mixer.activated.outputs if isinstance(mixer, FeedForward) else mixer.heads * mixer.dims
 
 
+def _low(sublayer: Sublayer) -> int:
+    """Return the elements per row that both products of a sublayer's adapters output."""
+    adapted = [each for each in products_of(sublayer) if type(each) is LowRank]
+    return sum(cast(Any, each.adapters[0].up).inputs + each.outputs for each in adapted)
+
+
 class _Held:
     """The tensors whose addresses C has: parameters of layers, and others.
 
@@ -173,7 +205,11 @@ class _Held:
         self._homes: list[dict[str, Tensor | None]] = [
             product.module._parameters for product in products for _ in range(2)
         ]
-        self._names = [name for product in products for name in (product.weight_name, "bias")]
+        self._names = [
+            name
+            for product in products
+            for name in (getattr(product, "weight_name", "weight"), "bias")
+        ]
         self._found = list(map(dict.get, self._homes, self._names))
         self._tensors = [*(tensor for tensor in self._found if tensor is not None), *others]
         self._addresses = list(map(_address, self._tensors))
@@ -225,14 +261,16 @@ class Records:
         self._others: list[Tensor] = []  # Tensors that are not parameters of layers.
         self._mixtures: list[c.Mixture] = []  # Records whose addresses are in those of sublayers.
         self._panels: list[Any] = []  # Packed weights whose addresses are in the records.
-        self.products: list[Any] = [
-            product for sublayer in sublayers for product in products_of(sublayer)
-        ]
+        self._adapters: list[c.Adapter] = []  # Those whose addresses are in those of weights.
+        self._whole = [product for sublayer in sublayers for product in products_of(sublayer)]
+        self._adapted = [product for product in self._whole if type(product) is LowRank]
+        self.products: list[Any] = [each for whole in self._whole for each in _packed_of(whole)]
         self.memory: Memory = self.products[0].memory
         # Average multiply-adds of a product, for one row.
         work = (native_experts.work(p, s.mixer) for s in sublayers for p in products_of(s))
         self.work = sum(work) // len(self.products)
         self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
+        self._low = max(map(_low, sublayers))  # Elements of a row in both products of adapters.
         # Bytes of a row for products of int8; all products of a step are, or none.
         in_bytes = isinstance(self.products[0], Int8Linear)
         self._byte_row = (
@@ -270,6 +308,19 @@ class Records:
                 native_for(product.outputs, product.inputs) is not None for product in self.products
             )
             and all(map(_is_written, self.sublayers))
+            and all(map(self._fits_adapter, self._adapted))
+        )
+
+    def _fits_adapter(self, product: LowRank) -> bool:
+        """Return whether the products of an adapter have the shapes of the layer's own."""
+        up, down = cast(Any, product.adapters[0].up), _down(product)
+        weight = down.weight
+        return (
+            weight.dtype == self.dtype
+            and weight.is_contiguous()
+            and down.bias is None
+            and weight.shape == (up.inputs, product.inputs)
+            and up.outputs == product.outputs
         )
 
     def fits(self, x: Tensor, stream: Tensor) -> bool:
@@ -333,11 +384,14 @@ class Records:
         biases = [module.bias for module in modules]
         self._others, self._mixtures = [], []
         self._panels, self._made_by = panels, by
-        left = iter([weight_of(by, w, b) for w, b in zip(panels, biases, strict=True)])
+        packed = iter([weight_of(by, w, b) for w, b in zip(panels, biases, strict=True)])
+        self._adapters = []
+        left = iter([self._weight(product, packed) for product in self._whole])
         self.made = (c.Sublayer * len(self.sublayers))(
             *(self._record(s, source_heads, left) for s in self.sublayers)
         )
-        self._held = _Held(self.products, self._others)
+        layers = [*self.products, *(product.adapters[0].down for product in self._adapted)]
+        self._held = _Held(layers, self._others)
         return True
 
     def _record(
@@ -377,6 +431,16 @@ class Records:
         else:
             record.kind, record.key_heads = c.CROSS_ATTENTION, source_heads(sublayer.layer)
         return record
+
+    def _weight(self, product: Any, packed: Iterator[c.Weight]) -> c.Weight:
+        """Return the record of a product's weight, with that of its adapter."""
+        weight = next(packed)
+        if type(product) is LowRank:
+            up, down, scaling = next(packed), _down(product).weight, product.adapters[0].scaling
+            adapter = c.Adapter(self._at(down), up.panels, up.bias, up.inputs, scaling)
+            self._adapters.append(adapter)
+            weight.adapter = ctypes.addressof(adapter)
+        return weight
 
     def _norm(self, norm: NormLike | None) -> c.Norm:
         return norm_of(norm, self._at)
@@ -430,7 +494,7 @@ class Records:
         mixtures = (s.mixer for s in self.sublayers if isinstance(s.mixer, Experts))
         routed = max((native_experts.scratch(each, rows, width) for each in mixtures), default=0)
         # Two residual sums, outputs of input products, attention or feed-forward outputs, experts,
-        # bytes.
+        # bytes, adapters.
         room = (
             rows * width,
             rows * width,
@@ -438,9 +502,10 @@ class Records:
             rows * mixed,
             routed,
             rows * self._byte_row // 4,
+            rows * self._low,
         )
         scratch = self.memory.take(x, sum(room))
-        sum_at, spare_at, wide_at, mixed_at, routed_at, bytes_at = _addresses(scratch, room)
+        sum_at, spare_at, wide_at, mixed_at, routed_at, bytes_at, low_at = _addresses(scratch, room)
         if self.norm_first:
             sum_at = stream.data_ptr()
         placed = (c.Rows * len(calls))(*_placed(calls))
@@ -460,6 +525,7 @@ class Records:
             mixed_at,
             routed_at,
             bytes_at if self._byte_row else None,
+            low_at if self._low else None,
         )
         return step, [scratch, placed]
 

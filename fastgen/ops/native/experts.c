@@ -40,7 +40,7 @@ INLINE float dot_as(const float *x, const void *weight, int64_t C, const int dty
   return rounded_number(sum(total) + rest, dtype);
 }
 
-static float dot(const float *x, const void *weight, int64_t C, int64_t dtype) {
+float dot(const float *x, const void *weight, int64_t C, int64_t dtype) {
   float y;
   switch (dtype) {
     case BF16: y = dot_as(x, weight, C, BF16); break;

@@ -33,5 +33,7 @@ void gather_rows(void *job, Tasks *tasks);
 void multiply_up(void *job, Tasks *tasks);
 void multiply_down(void *job, Tasks *tasks);
 void add_up_experts(void *job, Tasks *tasks);
+/* The product of two vectors of C numbers, of which `weight` is of dtype, rounded to it. */
+float dot(const float *x, const void *weight, int64_t C, int64_t dtype);
 
 #endif

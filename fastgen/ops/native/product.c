@@ -50,6 +50,10 @@ INLINE void finish_part(const Product *job, const float *total, int64_t row, int
       if (to == job->inputs) {
         if (job->bias) y += load_some(job->bias, column, left, dtype);
         y = rounded(y, dtype);
+        if (job->added) {
+          const vec added = load_some(job->added + r * job->added_row, column, left, FP32);
+          y = rounded(y + rounded(job->scale * added, dtype), dtype);
+        }
         if (job->activation) y = rounded(activation(y, job->activation), dtype);
         if (job->gate)
           y = rounded(y * load_some(job->gate + r * job->gate_row, column, left, FP32), dtype);
@@ -82,6 +86,13 @@ INLINE void finish_whole(const Product *job, vec total[TALL][WIDE], int64_t row,
       EACH total[r][i] += bias[i];
     }
     EACH total[r][i] = rounded(total[r][i], dtype);
+    if (job->added) {
+      const float *added = job->added + row * job->added_row + column;
+      EACH {
+        const vec scaled = job->scale * load(added + r * job->added_row + i * WIDTH);
+        total[r][i] = rounded(total[r][i] + rounded(scaled, dtype), dtype);
+      }
+    }
     if (job->activation)
     EACH total[r][i] = rounded(activation(total[r][i], job->activation), dtype);
     if (job->gate) {

@@ -17,7 +17,7 @@ enum { NUMBERS, BYTES, BYTES_AT_ONCE };
  * earlier pieces. */
 enum { DEPTH = 512 };
 
-/* out = activation(x times the weight + bias) + residual, or times gate.
+/* out = activation(x times the weight + bias + scale * added) + residual, or times gate.
  *
  * The result of each of these operations is rounded to `dtype`, that of the weight and the bias.
  * Bytes are multiplied with `bytes`, rows of x that `work_on_rounding` has rounded; sums are int32,
@@ -29,9 +29,11 @@ typedef struct {
   const void *panels, *bias;                      /* of dtype, or panels of bytes; bias or NULL */
   const float *scales;                            /* of the outputs of a weight in bytes */
   const int32_t *sums;                            /* of the weights of each of these outputs */
-  const float *residual, *gate;                   /* or NULL */
+  const float *residual, *gate, *added;           /* or NULL */
   int64_t rows, outputs, inputs;
   int64_t out_row, x_row, residual_row, gate_row; /* elements from one row to the next */
+  int64_t added_row;
+  float scale;
   int64_t activation, dtype, kind;
   int64_t chunk, side; /* blocks of rows, and panels, of a task */
 } Product;

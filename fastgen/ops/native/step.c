@@ -26,6 +26,14 @@ typedef struct {
   int64_t rows, row, heads, first, dtype;
 } Turning;
 
+/* out = down(x) of an adapter. */
+typedef struct {
+  float *out;
+  const float *x;
+  const Adapter *of;
+  int64_t rows, inputs, dtype;
+} Lowering;
+
 typedef union {
   Product product;
   Attention attention;
@@ -33,6 +41,7 @@ typedef union {
   Rounding rounding;
   Turning turning;
   Mixing mixing;
+  Lowering lowering;
 } Job;
 
 typedef struct {
@@ -157,14 +166,73 @@ static void add_product(Program *to, Product product, unsigned threads, int toge
   add(to, work_on_product, &product, sizeof product, tasks, together);
 }
 
+/* Multiplies all rows by a row of `down`; a task is such a row. */
+static void lower(void *given, Tasks *tasks) {
+  Lowering *job = given;
+  for (int64_t i; (i = next(tasks)) >= 0;) {
+    const void *weight = after(job->of->down, i * job->inputs, job->dtype);
+    for (int64_t r = 0; r < job->rows; r++)
+      job->out[r * job->of->rank + i] = dot(job->x + r * job->inputs, weight, job->inputs,
+                                            job->dtype);
+  }
+}
+
+/* Adds up(down(x)) of the adapters of weights that read the same x. They are written to `low`, one
+ * after the other: down(x) of each, then up of each. */
+static void add_adapters(Program *to, const Step *step, const Weight *weight, int64_t count,
+                         const float *x, unsigned threads) {
+  int64_t left = 0;
+  for (int64_t i = 0; i < count; i++) left += weight[i].adapter != NULL;
+  if (!left) return;
+  const int64_t adapted = left;
+  float *out = step->low;
+  for (int64_t i = 0; i < count; i++) {
+    const Adapter *of = weight[i].adapter;
+    if (!of) continue;
+    Lowering job = {.out = out, .x = x, .of = of, .rows = step->rows, .inputs = weight[i].inputs,
+                    .dtype = step->dtype};
+    add(to, lower, &job, sizeof job, of->rank, --left > 0);
+    out += step->rows * of->rank;
+  }
+  const float *low = step->low;
+  left = adapted;
+  for (int64_t i = 0; i < count; i++) {
+    const Adapter *of = weight[i].adapter;
+    if (!of) continue;
+    Product up = {.out = out, .x = low, .panels = of->panels, .bias = of->bias,
+                  .rows = step->rows, .outputs = weight[i].outputs, .inputs = of->rank,
+                  .out_row = weight[i].outputs, .x_row = of->rank, .dtype = step->dtype,
+                  .kind = NUMBERS};
+    add_product(to, up, threads, --left > 0);
+    low += step->rows * of->rank, out += step->rows * weight[i].outputs;
+  }
+}
+
+/* A product of a weight, plus what `add_adapters` has written for weight `number` of `weights`. */
+static Product adapted(const Step *step, const Weight *weights, int64_t count, int64_t number,
+                       const float *x, float *out, int64_t out_row) {
+  const Weight *weight = &weights[number];
+  Product product = of_weight(step, weight, x, out, out_row);
+  if (!weight->adapter) return product;
+  const float *added = step->low;
+  for (int64_t i = 0; i < count; i++)
+    if (weights[i].adapter)
+      added += step->rows * (weights[i].adapter->rank + (i < number ? weights[i].outputs : 0));
+  product.added = added, product.added_row = weight->outputs;
+  product.scale = weight->adapter->scaling;
+  return product;
+}
+
 /* Adds the products of x, whose outputs lie side by side in `wide`; returns the length of a row. */
 static int64_t add_parts(Program *to, const Step *step, const Sublayer *of, const float *x,
                          unsigned threads) {
   int64_t row = 0;
   for (int64_t i = 0; i < of->parts; i++) row += of->part[i].outputs;
   float *out = step->wide;
+  add_adapters(to, step, of->part, of->parts, x, threads);
   for (int64_t i = 0; i < of->parts; out += of->part[i++].outputs)
-    add_product(to, of_weight(step, &of->part[i], x, out, row), threads, i + 1 < of->parts);
+    add_product(to, adapted(step, of->part, of->parts, i, x, out, row), threads,
+                i + 1 < of->parts);
   return row;
 }
 
@@ -242,11 +310,14 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
 /* Adds a feed-forward sublayer without its output projection; returns the input of that. */
 static const float *add_feed_forward(Program *to, const Step *step, const Sublayer *of,
                                      unsigned threads) {
-  Product wide = of_weight(step, &of->part[0], step->x, step->wide, of->part[0].outputs);
+  add_adapters(to, step, of->part, of->parts, step->x, threads);
+  Product wide =
+      adapted(step, of->part, of->parts, 0, step->x, step->wide, of->part[0].outputs);
   wide.activation = of->activation;
   add_product(to, wide, threads, 0);
   if (of->parts == 1) return step->wide;
-  Product gated = of_weight(step, &of->part[1], step->x, step->mixed, of->part[1].outputs);
+  Product gated =
+      adapted(step, of->part, of->parts, 1, step->x, step->mixed, of->part[1].outputs);
   gated.gate = step->wide, gated.gate_row = of->part[0].outputs;
   add_product(to, gated, threads, 0);
   return step->mixed;
@@ -287,7 +358,8 @@ static void list_phases(Program *to, const Step *step, unsigned threads, int64_t
       add_experts(to, step, of, residual, spare, threads);
     } else {
       add_rounding(to, step, &of->out, mixed);
-      Product out = of_weight(step, &of->out, mixed, spare, step->width);
+      add_adapters(to, step, &of->out, 1, mixed, threads);
+      Product out = adapted(step, &of->out, 1, 0, mixed, spare, step->width);
       out.residual = residual, out.residual_row = step->width;
       add_product(to, out, threads, 0);
     }
@@ -302,19 +374,20 @@ static void list_phases(Program *to, const Step *step, unsigned threads, int64_t
 
 /* The size of all structures of a step, which ops/native/step.py compares with its own. */
 int64_t step_size(void) {
-  return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) + sizeof(Rows) + sizeof(Mixture);
+  return sizeof(Step) + sizeof(Sublayer) + sizeof(Seen) + sizeof(Rows) + sizeof(Mixture) +
+         sizeof(Adapter);
 }
 
 /* Runs all sublayers, and leaves the input of the head in x. Returns 0 if there was no memory.
  * number: index of the step, among several whose rotations, biases and weights are concatenated. */
 int step_at(parallel run, unsigned threads, const Step *step, int64_t number) {
   /* Phases of a sublayer: three products of x, two norms of heads, the rotation, the output
-   * projection, the norm, and two roundings to bytes; and attention of each call. Experts have
-   * three products of the expert that all rows share, seven phases of their own, and the norm. */
+   * projection, the norm, and two roundings to bytes; two products of the adapter of each of four
+   * weights; and attention of each call. Experts have three products of the expert that all rows share, seven phases of their own, and the norm. */
   int64_t most = 0;
   for (int64_t s = 0; s < step->sublayer_count; s++) {
     const Sublayer *of = &step->sublayers[s];
-    most += of->kind == EXPERTS ? 11 : 10;
+    most += of->kind == EXPERTS ? 17 : 18;
     for (int64_t i = 0; i < step->call_count && attends(of); i++)
       most += step->calls[i].beams / at_once(of, &step->calls[i]) + 1;
   }

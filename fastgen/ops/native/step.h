@@ -11,11 +11,21 @@
 enum { SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD, EXPERTS }; /* kinds of sublayers */
 enum { UNNORMED, LAYER_NORM, RMS_NORM };
 
+/* A low-rank adapter of a weight, whose product gets scaling * up(down(x)) before its activation.
+ * Of the step's dtype. */
+typedef struct {
+  const void *down;          /* (rank, inputs), not packed */
+  const void *panels, *bias; /* of up, as in `Product` */
+  int64_t rank;
+  double scaling;
+} Adapter;
+
 typedef struct {
   const void *panels, *bias; /* as in `Product`, of the step's dtype */
   const float *scales;       /* of a weight in bytes, as the sums */
   const int32_t *sums;
   int64_t outputs, inputs, kind;
+  const Adapter *adapter;    /* or NULL */
 } Weight;
 
 typedef struct {
@@ -84,6 +94,7 @@ typedef struct {
   float *spare, *wide, *mixed;  /* scratch: (R, C), products of x, attention or gated outputs */
   float *routed;                /* scratch of a mixture of experts (experts.c); or NULL */
   int8_t *bytes;                /* scratch: rows of x or mixed, if weights are in bytes */
+  float *low;                   /* scratch: outputs of both parts of all adapters of a sublayer */
 } Step;
 
 void norm_row(float *out, const float *in, const Norm *norm, int64_t width, int64_t dtype);

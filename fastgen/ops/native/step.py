@@ -31,12 +31,30 @@ class Weight(ctypes.Structure):
         scales: the scales of a weight in bytes (`ops.native.Int8Weight`), or NULL.
         sums: its sums, or NULL.
         kind: a code of `ops.native.KINDS`.
+        adapter: the `Adapter`; or NULL.
     """
 
     _fields_: ClassVar = [
         *of(POINTER, "panels bias scales sums"),
         *of(INTEGER, "outputs inputs kind"),
+        *of(POINTER, "adapter"),
     ]
+
+
+class Adapter(ctypes.Structure):
+    """A low-rank adapter of a weight.
+
+    Attributes:
+        down: (rank, inputs), not packed.
+        panels: the packed weight (outputs, rank) of the second product.
+        bias: (outputs,), that of the second product; or NULL.
+        rank: the outputs of the first product.
+        scaling: the factor of the second product's output.
+    """
+
+    _fields_: ClassVar = [
+        *of(POINTER, "down panels bias"), ("rank", INTEGER), ("scaling", DOUBLE),
+    ]  # fmt: skip
 
 
 class Norm(ctypes.Structure):
@@ -163,17 +181,18 @@ class Step(ctypes.Structure):
         mixed: scratch memory for attention outputs and gated products.
         routed: scratch memory of a mixture of experts.
         bytes: scratch memory for rows rounded to bytes; NULL if no weight is in bytes.
+        low: scratch memory for both products of all adapters of a sublayer.
         dtype: the dtype of weights, keys and values, a code of `ops.native.DTYPES`.
     """
 
     _fields_: ClassVar = [
         *of(POINTER, "sublayers seen calls"),
         *of(INTEGER, "sublayer_count call_count rows width norm_first dtype"),
-        *of(POINTER, "x stream spare wide mixed routed bytes"),
+        *of(POINTER, "x stream spare wide mixed routed bytes low"),
     ]  # fmt: skip
 
 
-SIZE = sum(map(ctypes.sizeof, (Step, Sublayer, Seen, Rows, Mixture)))
+SIZE = sum(map(ctypes.sizeof, (Step, Sublayer, Seen, Rows, Mixture, Adapter)))
 """The value that `step_size` of a library returns if its structures match these."""
 
 
