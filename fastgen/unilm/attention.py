@@ -102,7 +102,5 @@ class UniLMSelfAttention(nn.Module):
             part.unflatten(0, (b, m)).transpose(1, 2).flatten(2, 3)
             for part in (query, own_keys, own_values)
         )
-        mixed = self.mix(
-            query, layer.keys, layer.values, slots, own_keys, own_values, asks.repeat(m)
-        )
+        mixed = self.mix(query, *layer.joined(), slots, own_keys, own_values, asks.repeat(m))
         return mixed.unflatten(2, (m, n)).transpose(1, 2).flatten(0, 1)

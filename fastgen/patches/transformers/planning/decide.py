@@ -80,9 +80,11 @@ def decide(
     family = None
     if reason is None and not is_listed(model):
         reason, family = reason_of_family(model, method, input_ids, config, kwargs, beams)
-    common, few = 0, None
-    if reason is None and method != "contrastive search":
-        common = common_prompt.common_tokens(model, input_ids, config, kwargs, beams)
+    shares_prompt = reason is None and method != "contrastive search"
+    common = (
+        common_prompt.common_tokens(model, input_ids, config, kwargs, beams) if shares_prompt else 0
+    )
+    few = None
     if reason is None and beams == 1 and method is None and not drafts:
         few = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
         reason = None if common else few
@@ -96,22 +98,15 @@ def decide(
             step = fused_decoder.step(
                 model, config, kwargs, longest_text(model, input_ids, config, kwargs)
             )
+            if not (common or drafts or method is not None or has_own_attention(model)):
+                step = first_call.packed(model, step, input_ids, new_tokens)
         except NotFused as reason_not:
-            shared = beams == 1 or not has_own_attention(model)
+            step, shared = None, beams == 1 or not has_own_attention(model)
             left_off += [] if shared else [not_shared(MODULES_CANNOT)]
             left_off += [by_modules(reason_not)] if steps else []
     common = common if common_prompt.supports(step, kwargs) else 0
     if few is not None and shared and not common:
         shared, step, left_off = False, None, [not_shared(few)]
-    if (
-        step is not None
-        and method is None
-        and not drafts
-        and not has_own_attention(model)
-        and first_call.packs_later(model, step, input_ids, new_tokens)
-    ):
-        step = None
-        left_off.append(by_modules(first_call.REASON))
     samples = beams if loop == "sample" and method is None else 1
     request = call_of(model).suspension
     reason = reason_not_to_drop(

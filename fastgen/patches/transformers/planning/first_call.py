@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers.packed_weights import OFTEN
 from fastgen.models.routing import routes
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.state import Kept, kept_of, state_of
 
-REASON = "the first call of this model is short, and its weights are packed from the second on"
+_REASON = "the first call of this model is short, and its weights are packed from the second on"
 """Why the decode steps of a call are not fused."""
 
 _ROWS = 4
@@ -28,23 +29,28 @@ class Called(Kept):
     """Marks a model whose first call has ended."""
 
 
-def packs_later(model: Any, step: DecoderStep, input_ids: Tensor, new_tokens: int) -> bool:
-    """Return whether a call leaves the packing of weights to the next one.
+def packed(model: Any, step: DecoderStep, input_ids: Tensor, new_tokens: int) -> DecoderStep:
+    """Return a step whose weights are packed in this call, if not before.
 
     Args:
         model: The model.
         step: Its fused decode step.
         input_ids: (R, P), the prompt.
         new_tokens: Most new tokens of a text.
+
+    Raises:
+        NotFused: The call leaves the packing to the next one.
     """
-    return (
+    if (
         new_tokens < OFTEN
         and len(input_ids) <= _ROWS
         and input_ids.device.type == "cpu"
         and kept_of(model, Called) is None
         and outcome(step) is None
         and routes.survey(model).missing_bytes >= _HEAVY
-    )
+    ):
+        raise NotFused(_REASON)
+    return step
 
 
 def note_call(model: Any) -> None:

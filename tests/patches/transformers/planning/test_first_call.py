@@ -12,6 +12,8 @@ from fastgen.patches.transformers.generate.report import last_call
 from fastgen.patches.transformers.planning import first_call
 from tests.support import zoo
 
+REASON = "the first call of this model is short"
+
 needs_c = pytest.mark.skipif(native.library() is None, reason="operations in C are off")
 
 
@@ -28,7 +30,7 @@ def _run(model: Any, rows: int = 1, **options: Any) -> tuple[bool, bool]:
     assert report is not None
     with fastgen.disabled():
         assert torch.equal(found, model.generate(**batch, **options))
-    return report.plan.fused, any(first_call.REASON in why for why in report.plan.left_off)
+    return report.plan.fused, any(REASON in why for why in report.plan.left_off)
 
 
 @needs_c
@@ -39,7 +41,7 @@ def test_the_second_call_packs(
 ) -> None:
     model = _model(family, monkeypatch)
     explained = fastgen.explain(model, **zoo.batch(model, 1, 6), **options)
-    assert first_call.REASON in str(explained)
+    assert REASON in str(explained)
     assert _run(model, **options) == (False, True)
     assert _run(model, **options) == (True, False)
 
