@@ -24,7 +24,7 @@ PRIVATE = re.compile(r"_[a-z][a-z0-9_]*")
 OF_OTHERS = {
     "_buffers", "_parameters", "_compiled_call_impl", "_global_forward_hooks",
     "_global_forward_pre_hooks", "_orig_mod", "_functorch", "_current_level", "_hf_hook",
-    "_features", "_engine", "_room",
+    "_features", "_engine", "_room", "_version",
 }  # fmt: skip
 """Private names of torch, accelerate and fastgen itself."""
 

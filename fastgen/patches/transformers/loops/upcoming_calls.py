@@ -260,7 +260,7 @@ def _reason_of_model(model: Any) -> str | None:
     if model.training:
         return "the model is in training mode"
     config = model.config.get_text_config(decoder=True)
-    if not model.config.is_encoder_decoder and config._attn_implementation == "eager":
+    if not model.config.is_encoder_decoder and compat.attention_of(config) == "eager":
         return "with eager attention, padding of prompts may change a text"
     dtypes = {tensor.dtype for tensor in model.parameters()} - {torch.float32, torch.float64}
     if dtypes or torch.is_autocast_enabled(model.device.type):
