@@ -115,7 +115,7 @@ VARIABLES = (
         "FASTGEN_REFILL",
         "auto",
         get_args(Refill),
-        "whether batches start beside others; auto: on a CPU",
+        "whether batches start beside others; auto: on a CPU, but not in pipelines",
     ),
     Variable(
         "FASTGEN_UNKNOWN",

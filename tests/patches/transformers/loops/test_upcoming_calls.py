@@ -29,6 +29,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _in_pipelines_too(setting: Callable[[str, str], None]) -> None:
+    setting("FASTGEN_REFILL", "on")
+
+
 def _row(name: str) -> Any:
     return next(row for row in fastgen.status().rows if row.name == name)
 
@@ -433,3 +438,16 @@ def test_pipeline_of_a_generator_reads_no_further() -> None:
         pipe(lines(), batch_size=2, max_new_tokens=3, do_sample=False, **ENDS), start=1
     ):
         assert len(read) <= taken + 2
+
+
+def test_pipelines_run_batch_by_batch_by_default(setting: Callable[[str, str], None]) -> None:
+    setting("FASTGEN_REFILL", "auto")
+    pipe = tf.pipeline(
+        "text-generation", model=zoo.build("llama"), tokenizer=_tokenizer(), device="cpu"
+    )
+    lines, before = _Lines(_words(_texts(12))), _row(PIPELINE).hits
+    results = iter(pipe(lines, batch_size=2, max_new_tokens=3, do_sample=False, **ENDS))
+    for taken in range(1, 12):
+        next(results)
+        assert len(lines.read) <= taken + 2
+    assert _row(PIPELINE).hits == before
