@@ -209,7 +209,7 @@ PATCHES = (
         target="transformers.pipelines.base:Pipeline.get_iterator",
         replacement="fastgen.patches.transformers.loops.loops:get_iterator",
         parameters=("self", "inputs", "num_workers", "batch_size"),
-        help="pipelines that generate: texts of several batches, sorted by length, on a CPU",
+        help="pipelines that generate: texts of several batches, if FASTGEN_REFILL=on",
     ),
     *_OF_ENCODERS,
 )
