@@ -458,7 +458,7 @@ def fuzz(variant: str, rounds: int, seed: int) -> None:
     by = native.load(variant)
     native.found = lambda: native.Found(variant, by)
     native.FEW_SCORES = native.FEW_HEADS = 0
-    weights.OFTEN = 1
+    weights.Packed.uses_to_pack = 1
     own = native.threads_for
     for number in range(rounds):
         draw = Draw(seed * 10**6 + number)

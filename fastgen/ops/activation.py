@@ -103,10 +103,10 @@ def fused_activation(
             if tensor is not None
         )
         raise ValueError(f"{shapes} do not fit x {tuple(x.shape)}")
-    able = lambda: (  # noqa: E731
+    supported = lambda: (  # noqa: E731
         x.dtype != torch.float64 and all(t is None or t.is_contiguous() for t in (x, bias, gate))
     )
-    if not use_triton("activation", able, x, bias, gate):
+    if not use_triton("activation", supported, x, bias, gate):
         return fused_activation_reference(x, kind, bias, gate)
     y = torch.empty_like(x)
     launch(

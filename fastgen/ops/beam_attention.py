@@ -140,7 +140,7 @@ def beam_attention(
             "(B, Hkv, N, D)"
         )
     groups = h // kv_heads
-    able = lambda: (  # noqa: E731
+    supported = lambda: (  # noqa: E731
         query.dtype in (torch.float32, torch.float16, torch.bfloat16)
         and d <= DIMS
         and groups * m <= ROWS
@@ -152,7 +152,7 @@ def beam_attention(
         and plain(query, keys, values, mask)
         and native.covers_attention(query, keys, values, mask)
     )
-    backend = chosen("beam_attention", able, able_in_c, query, keys, values, mask, seen)
+    backend = chosen("beam_attention", supported, able_in_c, query, keys, values, mask, seen)
     if backend is TRITON:
         return _beam_attention_triton(query, keys, values, mask, scale, softcap, seen, newest)
     if newest is not None:

@@ -102,11 +102,11 @@ def move_sentences_(buffer: Tensor, to: Tensor, origin: Tensor) -> None:
             "(B, H, N, D)"
         )
     size = buffer.shape[2] * buffer.shape[3]
-    able = lambda: buffer[:1, :1].is_contiguous() and to.shape[0] > 0  # noqa: E731
+    supported = lambda: buffer[:1, :1].is_contiguous() and to.shape[0] > 0  # noqa: E731
     backend = chosen(
         "cache",
-        able,
-        lambda: in_memory(buffer) and in_memory(to, origin, dtype=torch.int64) and able(),
+        supported,
+        lambda: in_memory(buffer) and in_memory(to, origin, dtype=torch.int64) and supported(),
         buffer,
         to,
         origin,

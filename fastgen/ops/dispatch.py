@@ -142,7 +142,7 @@ def runs_kernels(tensor: Tensor) -> bool:
 
 
 def use_triton(
-    operation: str, able: Callable[[], bool], tensor: Tensor, *others: Tensor | None
+    operation: str, supported: Callable[[], bool], tensor: Tensor, *others: Tensor | None
 ) -> bool:
     """Decide whether `operation` runs its Triton kernel on these tensors, and count the call.
 
@@ -150,19 +150,19 @@ def use_triton(
 
     Args:
         operation: the name that the call is counted under.
-        able: whether the kernel covers these shapes and dtypes; called only where kernels run.
+        supported: whether the kernel covers these shapes and dtypes; called only where kernels run.
         tensor: decides on the device; an empty tensor runs the reference.
         others: must be on the same device, or None.
 
     Raises:
         RuntimeError: FASTGEN_OPS=triton, but no kernels are available.
     """
-    return chosen(operation, able, never, tensor, *others) is TRITON
+    return chosen(operation, supported, unsupported, tensor, *others) is TRITON
 
 
 def chosen(
     operation: str,
-    able: Callable[[], bool],
+    supported: Callable[[], bool],
     able_in_c: Callable[[], bool],
     tensor: Tensor,
     *others: Tensor | None,
@@ -171,7 +171,7 @@ def chosen(
 
     Args:
         operation: the name that the call is counted under.
-        able: whether the kernel covers these shapes and dtypes; called only where kernels run.
+        supported: whether the kernel covers these shapes and dtypes; called only where kernels run.
         able_in_c: whether the C implementation covers these shapes and dtypes, and whether the
             tensors are `plain`; called only where a library is loaded.
         tensor: decides on the device; an empty tensor runs the reference.
@@ -189,8 +189,8 @@ def chosen(
         if runs_kernels(tensor) and all(
             other is None or other.device == tensor.device for other in others
         ):
-            backend = TRITON if able() else REFERENCE
-        elif able_in_c is not never and (library := native.library()) is not None:
+            backend = TRITON if supported() else REFERENCE
+        elif able_in_c is not unsupported and (library := native.library()) is not None:
             backend = library if _in_the_open() and able_in_c() else REFERENCE
     calls[operation, backend if isinstance(backend, str) else "native"] += 1
     return backend
@@ -201,7 +201,7 @@ def in_c(found: "native.Library | str") -> TypeGuard["native.Library"]:
     return not isinstance(found, str)
 
 
-def never() -> bool:
+def unsupported() -> bool:
     """Return False: the argument of `chosen` for an operation without a kernel or without C."""
     return False
 

@@ -19,10 +19,10 @@ from fastgen.ops.dispatch import (
     in_memory,
     jit,
     launch,
-    never,
     plain,
     power_of_two,
     tl,
+    unsupported,
     use_triton,
 )
 from fastgen.ops.norm import WIDEST, NormParameters, norm, store_normalised
@@ -104,7 +104,9 @@ def embedding(
         IndexError: an id is not a row of `tokens`; raised by torch.
     """
     token, other = (-1, None) if padding is None else padding
-    backend = chosen("embedding", never, lambda: _covered_in_c(ids, tokens, position, other), ids)
+    backend = chosen(
+        "embedding", unsupported, lambda: _covered_in_c(ids, tokens, position, other), ids
+    )
     if in_c(backend):
         out = native.embedding(backend, ids, tokens, scale, position, token, other)
         if out is not None:

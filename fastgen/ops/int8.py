@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen.ops import native
 from fastgen.ops.activation import FUNCTIONS
-from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.dispatch import chosen, in_c, plain, unsupported
 from fastgen.ops.linear import native_for
 from fastgen.ops.native import products as native_products
 from fastgen.ops.native.products import Int8Weight
@@ -77,7 +77,7 @@ def int8_linear_reference(
     return y if residual is None else y + residual
 
 
-def able(outputs: int, inputs: int) -> bool:
+def supported(outputs: int, inputs: int) -> bool:
     """Return whether C multiplies a weight (outputs, inputs) in int8."""
     return inputs <= MOST_INPUTS and native_for(outputs, inputs) is not None
 
@@ -89,7 +89,7 @@ def pack(weight: Tensor) -> Int8Weight | None:
         weight: (N, K) on the CPU, fp32, bf16 or fp16.
     """
     weight, by = weight.detach(), native_for(*weight.shape)
-    if by is None or not able(*weight.shape):
+    if by is None or not supported(*weight.shape):
         return None
     outputs, inputs = weight.shape
     count, groups, width = -(-outputs // by.panel), -(-inputs // 4), by.panel
@@ -114,7 +114,7 @@ def pack(weight: Tensor) -> Int8Weight | None:
 def bytes_to_pack(outputs: int, inputs: int) -> int:
     """Return the bytes that a weight (outputs, inputs) takes in int8; 0 if it is not packed."""
     by = native_for(outputs, inputs)
-    if by is None or not able(outputs, inputs):
+    if by is None or not supported(outputs, inputs):
         return 0
     return -(-outputs // by.panel) * by.panel * (-(-inputs // 4) * 4 + 8)
 
@@ -134,7 +134,7 @@ def int8_linear(
 ) -> Tensor:
     """Return x times a packed weight plus bias; arguments and result as `int8_linear_reference`."""
     shape = *x.shape[:-1], weight.outputs
-    backend = chosen("int8_linear", never, lambda: _covers(x, weight, bias, residual), x)
+    backend = chosen("int8_linear", unsupported, lambda: _covers(x, weight, bias, residual), x)
     if not in_c(backend):
         return int8_linear_reference(x, unpacked(weight), bias, activation, residual)
     return native_products.product(

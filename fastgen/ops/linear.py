@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fastgen.ops import cpu_rules, native, processor
 from fastgen.ops.activation import activation_
-from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.dispatch import chosen, in_c, plain, unsupported
 from fastgen.ops.native import products as native_products
 
 
@@ -161,7 +161,7 @@ def linear(
         return _by_torch(x, weight, bias, activation, residual, out)
     shape = *x.shape[:-1], weight.outputs
     backend = chosen(
-        "linear", never, lambda: _covered_in_c(x, weight, bias, residual, out, shape), x
+        "linear", unsupported, lambda: _covered_in_c(x, weight, bias, residual, out, shape), x
     )
     if not in_c(backend):  # operations are observed, or C was switched off after packing
         return _by_torch(x, weight.unpacked(), bias, activation, residual, out)

@@ -121,13 +121,13 @@ def norm(
         ValueError: the shapes do not fit the kernel; the message holds them.
         RuntimeError: the shapes do not fit; raised by torch where it runs the reference.
     """
-    able = lambda: (  # noqa: E731
+    supported = lambda: (  # noqa: E731
         x.dtype != torch.float64
         and x.shape[-1] <= WIDEST
         and all(t is None or t.is_contiguous() for t in (x, weight, bias, residual, added))
         and (residual is None or residual.dtype == x.dtype)
     )
-    if not use_triton("norm", able, x, weight, bias, residual, added):
+    if not use_triton("norm", supported, x, weight, bias, residual, added):
         return norm_reference(x, weight, bias, eps, residual, added, rms, offset)
     d = x.shape[-1]
     operands = {"weight": weight, "bias": bias, "residual": residual, "added": added}

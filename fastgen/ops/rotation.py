@@ -84,7 +84,7 @@ def turn_into_slots_(
         )
     if not use_triton(
         "rotation",
-        lambda: _able(query, key, value, rotation, keys, values),
+        lambda: _supported(query, key, value, rotation, keys, values),
         query,
         key,
         value,
@@ -107,7 +107,9 @@ def turn_into_slots_(
     return out
 
 
-def _able(query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, *buffers: Tensor) -> bool:
+def _supported(
+    query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, *buffers: Tensor
+) -> bool:
     cosine, sine = rotation[:2]
     contiguous = all(each.stride(-1) == 1 for each in (query, key, value, cosine, sine, *buffers))
     same = key.dtype == value.dtype == query.dtype and all(

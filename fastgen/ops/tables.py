@@ -84,8 +84,10 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
         ValueError: the shapes do not fit; the message holds them.
     """
     _check_extended(tables, parents, steps)
-    able_in_c = lambda: _able_in_c(tables, steps, parents)  # noqa: E731
-    backend = chosen("tables", lambda: _able(tables), able_in_c, parents, *_tensors(tables, steps))
+    able_in_c = lambda: _supported_in_c(tables, steps, parents)  # noqa: E731
+    backend = chosen(
+        "tables", lambda: _supported(tables), able_in_c, parents, *_tensors(tables, steps)
+    )
     if in_c(backend) and native.move_rows(backend, tables, (), parents, None, cast(int, steps)):
         return
     if backend is not TRITON:
@@ -136,11 +138,13 @@ def finish_rows_(
         ValueError: the shapes do not fit; the message holds them.
     """
     _check_finished(finished, tables, order, beams, steps)
-    able = lambda: _able(tables) and all(rows.stride(2) == 1 for rows in finished)  # noqa: E731
+    supported = lambda: _supported(tables) and all(rows.stride(2) == 1 for rows in finished)  # noqa: E731
     able_in_c = lambda: (  # noqa: E731
-        _able_in_c(tables, steps, order, beams) and in_memory(*finished) and able()
+        _supported_in_c(tables, steps, order, beams) and in_memory(*finished) and supported()
     )
-    backend = chosen("tables", able, able_in_c, order, beams, *finished, *_tensors(tables, steps))
+    backend = chosen(
+        "tables", supported, able_in_c, order, beams, *finished, *_tensors(tables, steps)
+    )
     if in_c(backend) and native.move_rows(
         backend, tables, finished, beams, order, cast(int, steps)
     ):
@@ -177,9 +181,9 @@ def finish_and_extend_(
         for table, of in zip(tables[: len(finished)], finished, strict=True)
     ]
     rows = [of.rows for of in finished]
-    able = lambda: _able(tables) and all(each.stride(2) == 1 for each in rows)  # noqa: E731
+    supported = lambda: _supported(tables) and all(each.stride(2) == 1 for each in rows)  # noqa: E731
     others = parents, beams, *rows, *_tensors(ending, steps), *_tensors(tables, steps)
-    if not use_triton("tables", able, order, *others):
+    if not use_triton("tables", supported, order, *others):
         finish_rows_(rows, ending, order, beams, steps)
         extend_rows_(tables, parents, steps)
         return
@@ -233,11 +237,11 @@ def _check(table: Table, steps: int | Tensor) -> None:
         )
 
 
-def _able(tables: Sequence[Table]) -> bool:
+def _supported(tables: Sequence[Table]) -> bool:
     return all(table.rows.shape[1] <= 64 and table.rows.stride(2) == 1 for table in tables)
 
 
-def _able_in_c(tables: Sequence[Table], steps: int | Tensor, *others: Tensor) -> bool:
+def _supported_in_c(tables: Sequence[Table], steps: int | Tensor, *others: Tensor) -> bool:
     """Whether C covers the tables: rows are contiguous, newest needs a copy or int64 to int32."""
     if isinstance(steps, Tensor) or not in_memory(*others, dtype=torch.int64):
         return False

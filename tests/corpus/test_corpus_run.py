@@ -1160,7 +1160,7 @@ def test_the_blocks_of_a_process_that_dies_are_made_by_others(
     assert written == numbers(len(written))
 
 
-def test_blocks_before_one_that_fails_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_before_one_that_fails_supports_sublayers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a worker that died are written too, and no idle worker delays the error."""
     asked, failed, for_ever = threading.Event(), threading.Event(), threading.Event()
 

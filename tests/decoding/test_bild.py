@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastgen.decoding.search.stopping import Stop
-from fastgen.decoding.speculative.adaptive_drafting import REST, TRIAL, Pace, pace_of
+from fastgen.decoding.speculative.adaptive_drafting import REST, TRIAL, DraftTiming, timing_of
 from fastgen.decoding.speculative.bild import Bild
 from fastgen.decoding.speculative.policies import Drawn, Likeliest, Noting, Rejection
 from fastgen.models.runtime.ragged_step import Span
@@ -264,44 +264,44 @@ def test_a_drawn_token_stands_if_it_is_cheap() -> None:
 
 
 def test_calls_that_lose_by_drafts_have_none_though_a_round_may_win() -> None:
-    pace = Pace()
-    pace.note(False, 1, 1, 1.0)
+    timing = DraftTiming()
+    timing.note(False, 1, 1, 1.0)
     for _ in range(TRIAL):
-        pace.note(True, 1, 3, 1.0)
-    assert pace.may_draft(), "when one text is left"
-    pace.note_call(False, 100, 10.0)
+        timing.note(True, 1, 3, 1.0)
+    assert timing.may_draft(), "when one text is left"
+    timing.note_call(False, 100, 10.0)
     for _ in range(TRIAL):
-        assert pace.may_draft()
-        pace.note_call(True, 100, 12.0)
-    assert not pace.may_draft()
+        assert timing.may_draft()
+        timing.note_call(True, 100, 12.0)
+    assert not timing.may_draft()
     for _ in range(REST):
-        pace.note_call(False, 100, 10.0)
-    assert not pace.may_draft(), "six seconds are too large a share of those so far"
-    pace.note(False, 8, 8, 2000.0)
-    assert pace.may_draft()
+        timing.note_call(False, 100, 10.0)
+    assert not timing.may_draft(), "six seconds are too large a share of those so far"
+    timing.note(False, 8, 8, 2000.0)
+    assert timing.may_draft()
 
 
 def test_a_trial_waits_for_what_the_small_models_prompts_cost() -> None:
-    pace = Pace()
+    timing = DraftTiming()
     for _ in range(599):
-        pace.note(False, 1, 1, 1.0)
-    assert not pace.may_draft(), "a round, and the prompts, which may take two"
-    pace.note(False, 1, 1, 1.0)
-    assert pace.may_draft()
-    pace.note_start(4.0, 100)
-    pace.lost = 0.0
-    assert not pace.may_draft()
-    assert not pace.drafts(1)
+        timing.note(False, 1, 1, 1.0)
+    assert not timing.may_draft(), "a round, and the prompts, which may take two"
+    timing.note(False, 1, 1, 1.0)
+    assert timing.may_draft()
+    timing.note_start(4.0, 100)
+    timing.lost = 0.0
+    assert not timing.may_draft()
+    assert not timing.drafts(1)
     for _ in range(400):
-        pace.note(False, 1, 1, 1.0)
-    assert pace.drafts(1)
+        timing.note(False, 1, 1, 1.0)
+    assert timing.drafts(1)
 
 
 def test_calls_of_one_size_pay_for_their_own_trials() -> None:
     """The time saved by a thousand calls with one text does not pay for trials with a batch."""
     large, small = torch.nn.Identity(), torch.nn.Identity()
-    alone, few, many = (pace_of(large, small, None, texts) for texts in (1, 9, 32))
-    assert pace_of(large, small, None, 12) is few
+    alone, few, many = (timing_of(large, small, None, texts) for texts in (1, 9, 32))
+    assert timing_of(large, small, None, 12) is few
     for _ in range(1000):
         alone.note(False, 1, 1, 1.0)
     few.note(False, 9, 9, 1.0)
@@ -339,7 +339,11 @@ class Timed(Held):
 
 
 def _seconds(
-    pace: Pace | None, clock: _Clock, small_seconds: float, calls: int, fallback: float = 0.0
+    timing: DraftTiming | None,
+    clock: _Clock,
+    small_seconds: float,
+    calls: int,
+    fallback: float = 0.0,
 ) -> float:
     """Return the seconds that calls of two texts of 60 tokens take in all.
 
@@ -349,7 +353,7 @@ def _seconds(
     for seed in range(calls):
         toys = pair(seed, rows=2)
         toys.small, toys.longest = Toy(toys.large.vocabulary, 1, other=toys.large, own=0.3), 61
-        search = toys.search(policy=Likeliest(0.0), fallback=fallback, max_draft=4, pace=pace)
+        search = toys.search(policy=Likeliest(0.0), fallback=fallback, max_draft=4, timing=timing)
         search.stop = Stop(None, [lambda length: length >= 61])
         search = replace(search)
         search.large = Timed(toys.large, list(toys.prompts), clock=clock, of_token=0.01)
@@ -364,9 +368,9 @@ def test_drafts_that_do_not_pay_are_left_off() -> None:
     clock = _Clock()
     # The small model costs nothing and drafts nothing.
     alone = _seconds(None, clock, 0.0, calls=30, fallback=1.1)
-    pace = Pace(clock)
-    _seconds(pace, clock, 0.9, calls=3)
-    later = _seconds(pace, clock, 0.9, calls=30)
+    timing = DraftTiming(clock)
+    _seconds(timing, clock, 0.9, calls=3)
+    later = _seconds(timing, clock, 0.9, calls=30)
     assert alone / later >= 0.98
     assert _seconds(None, clock, 0.9, calls=30) > 1.2 * alone, "always drafting would lose"
 
@@ -375,7 +379,7 @@ def test_drafts_that_do_not_pay_are_left_off() -> None:
 def test_drafts_that_pay_go_on() -> None:
     clock = _Clock()
     always = _seconds(None, clock, 0.05, calls=120)
-    measured = _seconds(Pace(clock), clock, 0.05, calls=120)
+    measured = _seconds(DraftTiming(clock), clock, 0.05, calls=120)
     assert always <= measured <= 1.15 * always, (
         "the first trial comes when it costs little of what there was"
     )
@@ -386,19 +390,19 @@ def test_drafts_that_pay_go_on() -> None:
 def test_trials_cost_a_share_of_the_time_at_most(small_seconds: float) -> None:
     """The bound holds at any time, from the first call on."""
     clock = _Clock()
-    pace, alone, spent = Pace(clock), 0.0, 0.0
+    timing, alone, spent = DraftTiming(clock), 0.0, 0.0
     for _ in range(40):
         alone += _seconds(None, clock, 0.0, calls=1, fallback=1.1)
-        spent += _seconds(pace, clock, small_seconds, calls=1)
+        spent += _seconds(timing, clock, small_seconds, calls=1)
         assert spent <= 1.02 * alone + 5 * small_seconds, "and one trial"
 
 
 def test_drafts_are_tried_again_when_they_have_become_cheap() -> None:
-    clock, pace = _Clock(), Pace()
-    pace.clock = clock
-    _seconds(pace, clock, 0.9, calls=3)
-    _seconds(pace, clock, 0.05, calls=40)
-    assert _seconds(pace, clock, 0.05, calls=5) < 0.75 * _seconds(
+    clock, timing = _Clock(), DraftTiming()
+    timing.clock = clock
+    _seconds(timing, clock, 0.9, calls=3)
+    _seconds(timing, clock, 0.05, calls=40)
+    assert _seconds(timing, clock, 0.05, calls=5) < 0.75 * _seconds(
         None, clock, 0.0, calls=5, fallback=1.1
     )
 
@@ -407,14 +411,14 @@ def test_a_small_model_that_begins_late_holds_the_texts_that_are_left() -> None:
     toys = pair(3, rows=12)
 
     @dataclass
-    class Late(Pace):
+    class Late(DraftTiming):
         rounds: int = 0
 
         def drafts(self, texts: int) -> bool:
             self.rounds += 1
             return self.rounds > 2
 
-    search = toys.search(policy=Likeliest(0.0), fallback=0.0, pace=Late())
+    search = toys.search(policy=Likeliest(0.0), fallback=0.0, timing=Late())
     assert toys.texts(search.run()) == [
         greedy(toys.large, prompt, toys.ends) for prompt in toys.prompts
     ]
@@ -425,21 +429,21 @@ def test_a_small_model_that_begins_late_holds_the_texts_that_are_left() -> None:
 
 def test_the_small_models_prompt_counts() -> None:
     clock = _Clock()
-    pace, alone = Pace(clock), _short(None, clock, fallback=1.1)
+    timing, alone = DraftTiming(clock), _short(None, clock, fallback=1.1)
     for _ in range(10):
-        _short(pace, clock)
-    assert _short(pace, clock) <= 1.05 * alone
+        _short(timing, clock)
+    assert _short(timing, clock) <= 1.05 * alone
     assert _short(None, clock) > 1.5 * alone, "always drafting would lose"
 
 
-def _short(pace: Pace | None, clock: _Clock, fallback: float = 0.0) -> float:
+def _short(timing: DraftTiming | None, clock: _Clock, fallback: float = 0.0) -> float:
     """Return the seconds of a call of twelve tokens.
 
     The small model drafts well, but takes long to process its prompt.
     """
     toys, began = pair(4, rows=1), clock.now
     toys.small = toys.large
-    search = toys.search(policy=Likeliest(0.0), fallback=fallback, max_draft=4, pace=pace)
+    search = toys.search(policy=Likeliest(0.0), fallback=fallback, max_draft=4, timing=timing)
     end = len(toys.prompts[0]) + 12
     search.stop = Stop(None, [lambda length: length >= end])
     search.large = Timed(toys.large, list(toys.prompts), clock=clock)

@@ -370,7 +370,7 @@ def test_without_memory(variant: str, source: str, monkeypatch: pytest.MonkeyPat
 
 def test_order_of_warpers() -> None:
     warper = native_draws.Warper
-    assert native_draws.able([])
-    assert native_draws.able([warper("temperature", 2.0), warper("top-p", 0.5)])
-    assert not native_draws.able([warper("top-p", 0.5), warper("temperature", 2.0)])
-    assert not native_draws.able([warper("top-k", 5), warper("top-k", 3)])
+    assert native_draws.supported([])
+    assert native_draws.supported([warper("temperature", 2.0), warper("top-p", 0.5)])
+    assert not native_draws.supported([warper("top-p", 0.5), warper("temperature", 2.0)])
+    assert not native_draws.supported([warper("top-k", 5), warper("top-k", 3)])

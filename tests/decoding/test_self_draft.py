@@ -14,7 +14,7 @@ from benchmarks import self_draft
 from benchmarks.widen import widened
 from fastgen import config
 from fastgen.decoding.backends.drafted_greedy import Drafting
-from fastgen.decoding.speculative.adaptive_drafting import Pace
+from fastgen.decoding.speculative.adaptive_drafting import DraftTiming
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.decoding.speculative.drafts import PromptLookup
 from fastgen.models.layers.linear import is_linear
@@ -181,7 +181,7 @@ def test_too_little_memory_for_all_copies(
 def test_the_total_while_another_thread_adds_a_number_of_texts() -> None:
     known = own_drafting.SelfDrafts()
 
-    class Other(Pace):
+    class Other(DraftTiming):
         def __getattribute__(self, name: str) -> Any:
             if name == "total":
                 known.of(64)

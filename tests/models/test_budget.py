@@ -181,7 +181,7 @@ def _generate(model: Any) -> Any:
         "min_new_tokens": 6,
         "num_beams": 2,
     }
-    return [model.generate(**kwargs).tolist() for _ in range(packed_weights.OFTEN)]
+    return [model.generate(**kwargs).tolist() for _ in range(packed_weights.Packed.uses_to_pack)]
 
 
 def _weights(model: Any) -> dict[str, int]:

@@ -90,7 +90,7 @@ def test_layers(
     before = x.clone()
     found = layers(x, sentences)
     assert _encoded() == 1
-    wanted = replace(layers, together=None)(x, sentences)
+    wanted = replace(layers, run_layers=None)(x, sentences)
     assert torch.equal(x, before)
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
 
@@ -108,8 +108,8 @@ def test_layers_in_bfloat16(variant: str, family: str, kind: str) -> None:  # no
     layers = _layers(model, length)
     found = layers(x, sentences)
     assert _encoded() == 1
-    wanted = replace(layers, together=None)(x, sentences)
-    exact = replace(_layers(copy.deepcopy(model).float(), length), together=None)(
+    wanted = replace(layers, run_layers=None)(x, sentences)
+    exact = replace(_layers(copy.deepcopy(model).float(), length), run_layers=None)(
         x.float(), sentences
     )
     assert found.dtype == torch.bfloat16
@@ -137,7 +137,7 @@ def _on_no_cpu_of_ours(patch: pytest.MonkeyPatch) -> None:
 
 
 def _known(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(encoder_builder, "encoded_together", lambda *_: None)
+    patch.setattr(encoder_builder, "native_encoder", lambda *_: None)
 
 
 @pytest.mark.parametrize(("where", "read"), [(_on_no_cpu_of_ours, 0), (_known, 1)])

@@ -569,9 +569,9 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch, setting: Callable[[str, s
     monkeypatch.setattr(
         torch.Tensor, "device", property(lambda _: torch.device("cuda")), raising=False
     )
-    assert graph.wanted(cuda)
+    assert graph.enabled(cuda)
     setting("FASTGEN_GRAPHS", "off")
-    assert not graph.wanted(cuda)
+    assert not graph.enabled(cuda)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -21,7 +21,7 @@ from fastgen import config as settings
 from fastgen.decoding import loop
 from fastgen.decoding.backends import native_multistep
 from fastgen.models.layers import packed_weights
-from fastgen.models.runtime.native_step import InC
+from fastgen.models.runtime.native.step import NativeStep
 from fastgen.models.specs.registry import SPECS
 from fastgen.ops import native
 from fastgen.ops.counts import calls
@@ -136,7 +136,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             monkeypatch.setitem(sizes, name, value)
     for family, make in OWN.items():
         monkeypatch.setitem(zoo.MORE if family in zoo.MORE else zoo.FAMILIES, family, make)
-    monkeypatch.setattr(packed_weights, "OFTEN", 1)
+    monkeypatch.setattr(packed_weights.Packed, "uses_to_pack", 1)
     monkeypatch.setattr(native, "most_rows", lambda _: math.inf)  # whatever this processor has
     calls.clear()
     yield
@@ -182,7 +182,7 @@ def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.Mon
         found = model.generate(**kwargs)
         assert _steps() >= 19
     with monkeypatch.context() as patch:
-        patch.setattr(InC, "__call__", lambda *_: None)
+        patch.setattr(NativeStep, "__call__", lambda *_: None)
         calls.clear()
         wanted = model.generate(**kwargs)
         assert _steps() == 0
@@ -228,7 +228,7 @@ def test_logits_with_lora(
         found = model.generate(**kwargs, num_beams=beams)
         assert _steps() >= 11
         with monkeypatch.context() as patch:
-            patch.setattr(InC, "__call__", lambda *_: None)
+            patch.setattr(NativeStep, "__call__", lambda *_: None)
             wanted = model.generate(**kwargs, num_beams=beams)
         with fastgen.disabled():
             own = model.generate(**kwargs, num_beams=beams)

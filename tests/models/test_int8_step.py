@@ -24,7 +24,7 @@ from fastgen.models.layers.linear import is_linear, is_transposed
 from fastgen.models.layers.packed_weights import Int8Packed, has_copy
 from fastgen.models.memory import budget
 from fastgen.models.routing.routes import routed
-from fastgen.models.runtime.native_step import InC
+from fastgen.models.runtime.native.step import NativeStep
 from fastgen.models.specs.registry import ENCODERS, spec_of
 from fastgen.ops import int8
 from fastgen.ops.counts import calls
@@ -129,7 +129,7 @@ def test_one_operation_at_a_time(
     kwargs = _kwargs(model)
     _logits(model, kwargs)
     found = _logits(model, kwargs)
-    monkeypatch.setattr(InC, "__call__", lambda *_: None)
+    monkeypatch.setattr(NativeStep, "__call__", lambda *_: None)
     before = calls["int8_linear", "native"]
     single = _logits(model, kwargs)
     assert calls["int8_linear", "native"] > before
@@ -233,7 +233,7 @@ def test_encoder(variant: str, family: str, dtype: torch.dtype) -> None:  # noqa
     ids = zoo.batch(model, 3, 9, "none")["input_ids"]
     with torch.no_grad():
         encoder = encoder_of(module, ENCODERS[module.config.model_type], ids.shape[1])
-        assert (encoder.together is not None) == (not why_no_int8_encoder(encoder))
+        assert (encoder.run_layers is not None) == (not why_no_int8_encoder(encoder))
         sentences = sentences_of(None, (ids.shape[0], ids.shape[1]), "none")
         before = calls["encoder", "native"]
         found = sentences.restored(_rows(int8_encoder(encoder), ids, sentences))

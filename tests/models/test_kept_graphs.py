@@ -212,7 +212,7 @@ def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
     (pool,) = state_of(model.get_decoder()).of(BufferPools).pools.values()
     (buffers,) = pool.free
     assert len(buffers.kept._graphs) == 2
-    assert buffers.nbytes > buffers.shape.nbytes + sum(buffers.grounds) * buffers.shape.outputs
+    assert buffers.nbytes > buffers.shape.nbytes + sum(buffers.by_sentences) * buffers.shape.outputs
     assert _call(graphs, model, {"num_beams": 3, "length_penalty": 1.5}) == 0
 
 
@@ -226,7 +226,7 @@ def test_graphs_of_dropped_steps_are_dropped(
         assert _call(graphs, model, {}, sentences) > 0
     (pool,) = state_of(model.get_decoder()).of(BufferPools).pools.values()
     (buffers,) = pool.free
-    logits = [ground.repeated.result[0][0][0] for ground in buffers.grounds.values()]
+    logits = [buffers.repeated.result[0][0][0] for buffers in buffers.by_sentences.values()]
     assert len(logits) == len(buffers.kept._graphs) == 2
     assert all(
         kept.inputs[0] is each for kept, each in zip(buffers.kept._graphs, logits, strict=True)

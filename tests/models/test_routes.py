@@ -70,7 +70,7 @@ def net() -> Iterator[Net]:
 X = _randn(16, 320, seed=9)
 
 
-def _run(net: nn.Module, times: int = packed_weights.OFTEN) -> Tensor:
+def _run(net: nn.Module, times: int = packed_weights.Packed.uses_to_pack) -> Tensor:
     """Return the output of the last of several calls; the default packs the weights."""
     with torch.no_grad():
         for _ in range(times):
@@ -78,7 +78,7 @@ def _run(net: nn.Module, times: int = packed_weights.OFTEN) -> Tensor:
     return found
 
 
-def _routed_run(net: nn.Module, times: int = packed_weights.OFTEN) -> Tensor:
+def _routed_run(net: nn.Module, times: int = packed_weights.Packed.uses_to_pack) -> Tensor:
     with routes.routed(net) as count:
         assert count
         return _run(net, times)
@@ -295,7 +295,7 @@ def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
     net.first.bias = nn.Parameter(bias)
     x = _randn(32, 320, seed=0)
     with torch.no_grad(), routes.routed(net):
-        for _ in range(2 * packed_weights.OFTEN):
+        for _ in range(2 * packed_weights.Packed.uses_to_pack):
             torch.testing.assert_close(net.first(x), F.linear(x, net.first.weight, bias))
 
 
@@ -303,7 +303,7 @@ def test_routes_with_a_bias_of_another_shape(net: Net, bias: Tensor) -> None:
 def test_routes_of_inputs_that_do_not_fit(net: Net, inputs: int) -> None:
     """The layer raises its own error before anything is read."""
     with torch.no_grad(), routes.routed(net):
-        for _ in range(packed_weights.OFTEN):
+        for _ in range(packed_weights.Packed.uses_to_pack):
             net.first(_randn(400, 320, seed=0))
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             net.first(_randn(400, inputs, seed=0))

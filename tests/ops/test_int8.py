@@ -152,7 +152,7 @@ def test_most_inputs(by: native.Library) -> None:
     """The largest sums fit 32 bits."""
     x, weight = torch.ones(1, int8.MOST_INPUTS), -torch.ones(16, int8.MOST_INPUTS)
     assert torch.equal(_assert_equal(by, x, weight), torch.full((1, 16), -float(int8.MOST_INPUTS)))
-    assert not int8.able(16, int8.MOST_INPUTS + 1)
+    assert not int8.supported(16, int8.MOST_INPUTS + 1)
 
 
 def test_rows_of_zeros_and_outliers(by: native.Library) -> None:

@@ -1013,7 +1013,7 @@ def _check_choice(
         stops = torch.arange(ends, device=device)
         sentences = torch.arange(len(search.prompt), device=device).flip(0) + 3
         powers = search.rule._powers_of_lengths(candidates.values)
-        rules = choices.Rules(search.rule.never, early is True, powers, search.rule.far or 0)
+        rules = choices.Rules(search.rule.mask_value, early is True, powers, search.rule.far or 0)
         wanted, finished = search.by_rules(candidates, length), search.finished
         for over in (False, True):
             kept = (
@@ -1448,7 +1448,7 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_cache(ops, "cpu"),
     ),
     "choice: what ends does not go on": (
-        choices, "tl.where(hit, value + never, value)", "value",
+        choices, "tl.where(hit, value + mask_value, value)", "value",
         lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
     ),
     "choice: who may finish": (
@@ -1456,11 +1456,11 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[Any], object]]] = {
         lambda ops: _check_choice(ops, "cpu", 6, 3, 1.0, False),
     ),
     "choice: full sentences": (
-        choices, "tl.where(full, ranked + never, ranked)", "ranked",
+        choices, "tl.where(full, ranked + mask_value, ranked)", "ranked",
         lambda ops: _check_choice(ops, "cpu", 12, 3, 1.0, True),
     ),
     "choice: hopeless sentences": (
-        choices, "tl.where(improvable, ranked, ranked + never)", "ranked",
+        choices, "tl.where(improvable, ranked, ranked + mask_value)", "ranked",
         lambda ops: _check_choice(ops, "cpu", 12, 3, 1.0, False),
     ),
     "choice: the length that is judged by": (

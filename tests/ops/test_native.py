@@ -439,7 +439,10 @@ def test_choice_between_equals(variant: str) -> None:
     by = native.library()
     assert by is not None
     values, index = torch.tensor([[-1.0, -2.0, -3.0, -4.0]]), torch.arange(4)[None]
-    none, nothing = torch.zeros(1, 4, dtype=torch.bool), torch.full((1, 2), TransformersRule.never)
+    none, nothing = (
+        torch.zeros(1, 4, dtype=torch.bool),
+        torch.full((1, 2), TransformersRule.mask_value),
+    )
 
     def undecided(values: Tensor, hits: Tensor, finished: Tensor) -> bool:
         done, open_ = finished > -1e8, torch.ones(1, dtype=torch.bool)

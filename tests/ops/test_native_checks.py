@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
-from fastgen.models.runtime.native_step import InC
+from fastgen.models.runtime.native.step import NativeStep
 from fastgen.ops import int8, linear, native
 from fastgen.ops.beam_attention import beam_attention
 from fastgen.ops.cache import move_sentences_
@@ -179,7 +179,7 @@ def test_keys_of_other_rows_than_the_call(variant: str, monkeypatch: pytest.Monk
     model = zoo.build("bart", torch.float32)
     call = zoo.batch(model, 3, 7, "right") | {"num_beams": 2, "max_new_tokens": 6}
     refused: list[bool] = []
-    own = InC._covers
+    own = NativeStep._covers
 
     def covers(self: Any, places: Any, steps: int) -> bool:
         part = places[0].part
@@ -191,7 +191,7 @@ def test_keys_of_other_rows_than_the_call(variant: str, monkeypatch: pytest.Monk
         part.sentences = sentences
         return there
 
-    monkeypatch.setattr(InC, "_covers", covers)
+    monkeypatch.setattr(NativeStep, "_covers", covers)
     for _ in range(2):
         found = model.generate(**call)
     with fastgen.disabled():

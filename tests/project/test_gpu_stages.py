@@ -153,7 +153,7 @@ def test_a_file_that_is_only_half_written_is_read_at_the_next_look(tmp_path):
     assert [line["result"] for line in _lines(tmp_path / "out")] == [1]
 
 
-def test_cells_are_written_once_each():
+def test_cells_supports_sublayers_once_each():
     data: dict[str, Any] = {
         "kind": "grid",
         "result": {"cells": {"a": {"equal": True}, "b": {"equal": False}}},

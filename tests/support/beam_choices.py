@@ -41,7 +41,9 @@ def choice(
         .sort(1, descending=True)
         .values
     )
-    finished = torch.where(done, torch.randn(b, beams, generator=generator) * 2 - 4, rule.never)
+    finished = torch.where(
+        done, torch.randn(b, beams, generator=generator) * 2 - 4, rule.mask_value
+    )
     search = BeamSearch(
         torch.zeros(b, PROMPT, dtype=torch.int64, device=device), rule, Stop(), [], 0
     )
@@ -61,7 +63,7 @@ def assert_alike(found: Choice, wanted: Choice) -> None:
     Slots without a finished hypothesis may differ, and so may beams that continue where too few
     can.
     """
-    live = wanted.scores > TransformersRule.never / 2
+    live = wanted.scores > TransformersRule.mask_value / 2
     for name in ("parents", "tokens"):
         assert torch.equal(getattr(found, name)[live], getattr(wanted, name)[live]), name
     for name in ("scores", "improvable"):

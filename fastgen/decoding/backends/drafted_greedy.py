@@ -20,7 +20,7 @@ from fastgen.decoding.backends import decode_backend
 from fastgen.decoding.backends.native_multistep import MOST
 from fastgen.decoding.backends.native_sampling import NativeSampling
 from fastgen.decoding.search.sampling import Sampling
-from fastgen.decoding.speculative.adaptive_drafting import Pace
+from fastgen.decoding.speculative.adaptive_drafting import DraftTiming
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.decoding.speculative.drafts import Draft
 
@@ -32,7 +32,7 @@ class Drafting:
     Attributes:
         draft: The source of drafts; None if the call only measures what tokens cost without.
         length: How many tokens are drafted.
-        pace: Decides before each round whether to draft; None to draft always.
+        timing: Decides before each round whether to draft; None to draft always.
         rounds: Passes that verified a draft.
         steps: Tokens that each text gained without a draft.
         drafted: Drafted tokens of all texts.
@@ -41,7 +41,7 @@ class Drafting:
 
     draft: Draft | None
     length: DraftLength
-    pace: Pace | None = None
+    timing: DraftTiming | None = None
     rounds: int = 0
     steps: int = 0
     drafted: int = 0
@@ -134,8 +134,8 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
         return drafts
 
     def _may_draft(self, drafting: Drafting) -> bool:
-        pace = drafting.pace
-        return drafting.draft is not None and (pace is None or pace.drafts(self.search.present))
+        timing = drafting.timing
+        return drafting.draft is not None and (timing is None or timing.drafts(self.search.present))
 
     def _up_to_ends(self, drafts: Tensor) -> Tensor:
         """Pad texts after their end, and drop the tokens at which all texts have ended."""
@@ -157,9 +157,9 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
         seconds = time.perf_counter() - began
         drafting.steps += made
         drafting.length.note(0, 0, 0.0, seconds / made)
-        if drafting.pace is not None:
+        if drafting.timing is not None:
             for _ in range(made):
-                drafting.pace.note(False, texts, texts, seconds / made)
+                drafting.timing.note(False, texts, texts, seconds / made)
         return goes_on
 
     def _most_plain(self, drafting: Drafting) -> int:
@@ -188,6 +188,6 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
         drafting.drafted += texts * count
         drafting.accepted += texts * accepted
         drafting.length.note(count, accepted, drafted - began, now - drafted)
-        if drafting.pace is not None:
-            drafting.pace.note(True, texts, texts * made, now - began)
+        if drafting.timing is not None:
+            drafting.timing.note(True, texts, texts * made, now - began)
         return goes_on

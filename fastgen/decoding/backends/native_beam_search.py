@@ -8,7 +8,7 @@ from torch import Tensor
 from fastgen.decoding.backends import native_multistep
 from fastgen.decoding.batching.batch_compaction import fewest_leaving
 from fastgen.decoding.search.beam_search import BeamSearch
-from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.runtime.native.multistep_job import Prepared
 from fastgen.ops.dispatch import in_memory
 from fastgen.ops.native import search as c
 from fastgen.ops.selection.kbest import MOST_IN_C
@@ -22,14 +22,14 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
         """Return whether C can select the tokens of a search whose steps no callback observes."""
         return (
             isinstance(search, BeamSearch)
-            and not (search.sample or search.exact or search.trace.wanted)
+            and not (search.sample or search.exact or search.trace.enabled)
             and search.wanted is None
             and search.on_step is None
             and search.ids.is_cpu
             and search.rule.beams > 1
             and search.rule.candidates < MOST_IN_C
             and search.rule.ranks_apart
-            and native_multistep.able(search.stop, search.transforms)
+            and native_multistep.supported(search.stop, search.transforms)
         )
 
     @staticmethod
@@ -69,7 +69,7 @@ class NativeBeamSearch(native_multistep.NativeMultistep[BeamSearch]):
             finished_done=finished.done.data_ptr(), improvable=search.improvable.data_ptr(),
             flags=flags.data_ptr(), sentences=sentences.data_ptr(),
             slot_mask=native_multistep.slot_mask(prepared), candidates=rule.candidates,
-            stops_early=rule.early_stopping is True, far=rule.far or 0, never=rule.never,
+            stops_early=rule.early_stopping is True, far=rule.far or 0, mask_value=rule.mask_value,
             penalty=rule.length_penalty,
         )  # fmt: skip
         outcome = native_multistep.run(

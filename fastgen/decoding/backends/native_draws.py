@@ -6,7 +6,7 @@ import torch
 
 from fastgen.decoding.logits.transform import LogitsTransform, Warper
 from fastgen.decoding.search.multinomial import default_generator
-from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.runtime.native.multistep_job import Prepared
 from fastgen.ops.native import noise
 from fastgen.ops.native import search as c
 
@@ -29,7 +29,7 @@ def split(
     return transforms[: len(transforms) - len(warpers)], warpers
 
 
-def able(warpers: Sequence[Warper]) -> bool:
+def supported(warpers: Sequence[Warper]) -> bool:
     """Return whether C applies these warpers in this order."""
     places = [_KINDS.index(each.kind) for each in warpers]
     return places == sorted(set(places))
@@ -43,7 +43,7 @@ class Draws:
     torch draws them for some steps ahead.
 
     Args:
-        warpers: Filters of the scores, for which `able` holds.
+        warpers: Filters of the scores, for which `supported` holds.
     """
 
     def __init__(self, warpers: Sequence[Warper]) -> None:

@@ -11,7 +11,7 @@ from fastgen.decoding.kv_cache import room
 from fastgen.decoding.search.first_finished import FirstFinished
 from fastgen.decoding.search.prediction import StepOutput
 from fastgen.decoding.search.stopping import Stop
-from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.runtime.native.multistep_job import Prepared
 from fastgen.ops.dispatch import in_memory
 from fastgen.ops.native import search as c
 from fastgen.ops.selection.kbest import MOST_IN_C
@@ -28,7 +28,7 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
             and search.selector.plain
             and search.device.type == "cpu"
             and 2 * search.beams < MOST_IN_C
-            and native_multistep.able(_stop(search), search.selector.transforms)
+            and native_multistep.supported(_stop(search), search.selector.transforms)
         )
 
     @staticmethod

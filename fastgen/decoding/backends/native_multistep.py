@@ -18,7 +18,7 @@ from fastgen.decoding.logits.pipeline import phases
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform, NGrams, Offsets, Penalty
 from fastgen.decoding.search.stopping import Stop
-from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.runtime.native.multistep_job import Prepared
 from fastgen.ops.dispatch import in_memory, plain
 from fastgen.ops.native import search as c
 from fastgen.ops.selection.token_mask import empty_mask
@@ -54,7 +54,9 @@ class MultistepModel(Protocol):
         ...
 
 
-def able(stop: Stop, transforms: Sequence[LogitsTransform], updates_scores: bool = False) -> bool:
+def supported(
+    stop: Stop, transforms: Sequence[LogitsTransform], updates_scores: bool = False
+) -> bool:
     """Return whether C supports these stopping criteria and transforms.
 
     Args:

@@ -28,14 +28,14 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
             return False
         transforms, warpers = native_draws.split(search.transforms)
         return (
-            (native_draws.able(warpers) if search.sample else not warpers)
+            (native_draws.supported(warpers) if search.sample else not warpers)
             and not (search.trace.wanted or search.trace.chosen is not None)
             and search.wanted is None
             and search.on_step is None
             and search.on_tokens is None
             and search.ids.is_cpu
             and (search.pad is None or int(search.pad) >= 0)
-            and native_multistep.able(search.stop, transforms, updates_scores=True)
+            and native_multistep.supported(search.stop, transforms, updates_scores=True)
         )
 
     @staticmethod

@@ -85,7 +85,7 @@ class Trace:
     chosen: list[Tensor] | None = None
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         """Whether scores or logits are recorded."""
         return self.scores is not None or self.logits is not None
 
@@ -212,12 +212,12 @@ class BeamSearch:
         self.ids[:, :, :p] = self.prompt[:, None]
         self.beams = torch.full((b, m, longest - p), -1, dtype=torch.int32, device=device)
         self.scores = torch.zeros(b, m, dtype=torch.float32, device=device)
-        self.scores[:, 1:] = self.rule.never
+        self.scores[:, 1:] = self.rule.mask_value
         self.improvable = torch.ones(b, dtype=torch.bool, device=device)
         self.finished: Hypotheses = Hypotheses(
             self.ids.clone(),
             self.beams.clone(),
-            torch.full((b, m), self.rule.never, dtype=torch.float32, device=device),
+            torch.full((b, m), self.rule.mask_value, dtype=torch.float32, device=device),
             torch.zeros(b, m, dtype=torch.bool, device=device),
         )
         # Index of each running sentence in the original batch, and its first row there.
@@ -240,7 +240,7 @@ class BeamSearch:
     @property
     def eager_selection(self) -> str | None:
         """Why token selection cannot be captured as a CUDA graph; None if it can."""
-        if self.trace.wanted:
+        if self.trace.enabled:
             return "scores are returned"
         if self.on_step is not None:
             return "a streamer is set"
@@ -346,7 +346,7 @@ class BeamSearch:
             The transforms; None if a step writes log-probabilities.
         """
         rows = logits.view(*self.scores.shape, -1)
-        if self.trace.wanted or self.sample or self.exact:
+        if self.trace.enabled or self.sample or self.exact:
             return None
         if not fused(rows, self.rule.candidates, bans_alone(self.transforms, text)):
             return None

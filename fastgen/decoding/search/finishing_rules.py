@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import native
-from fastgen.ops.dispatch import chosen, in_c, in_memory, never, plain, use_triton
+from fastgen.ops.dispatch import chosen, in_c, in_memory, plain, unsupported, use_triton
 from fastgen.ops.native import selection as native_selection
 from fastgen.ops.selection import choice
 
@@ -67,7 +67,7 @@ class TransformersRule:
         ends: number of token ids that end a hypothesis.
         length_penalty: exponent of a hypothesis' length.
         early_stopping: True, False or "never", as in GenerationConfig.
-        never: added to scores that must not be selected; also the score of an empty slot.
+        mask_value: added to scores that must not be selected; also the score of an empty slot.
     """
 
     beams: int
@@ -76,7 +76,7 @@ class TransformersRule:
     ends: int
     length_penalty: float
     early_stopping: bool | Literal["never"]
-    never: float = -1.0e9
+    mask_value: float = -1.0e9
     _powers: Tensor | None = field(default=None, init=False)
 
     @property
@@ -86,7 +86,7 @@ class TransformersRule:
 
     def running(self, values: Tensor, hits: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and indices, (B, M) each, of the candidates that continue."""
-        scores, order = torch.topk(values + hits.to(torch.float32) * self.never, self.beams)
+        scores, order = torch.topk(values + hits.to(torch.float32) * self.mask_value, self.beams)
         return scores, order
 
     def merged(
@@ -115,9 +115,9 @@ class TransformersRule:
         ranked = self._per_length(values, new_tokens)
         # Added one at a time, because the rounding depends on it.
         if self.early_stopping is True:
-            ranked = ranked + done.all(1, keepdim=True).to(torch.float32) * self.never
-        ranked = torch.where(improvable[:, None], ranked, ranked + self.never)
-        ranked = torch.where(finishing, ranked, ranked + self.never)
+            ranked = ranked + done.all(1, keepdim=True).to(torch.float32) * self.mask_value
+        ranked = torch.where(improvable[:, None], ranked, ranked + self.mask_value)
+        ranked = torch.where(finishing, ranked, ranked + self.mask_value)
         all_scores = torch.cat([scores, ranked], 1)
         best, order = torch.topk(all_scores, self.beams)
         return Merged(best, torch.cat([done, finishing], 1).gather(1, order), order)
@@ -141,7 +141,7 @@ class TransformersRule:
             None if C does not run or cannot decide, for example between equal values.
         """
         (b, k), m, (scores, done) = values.shape, self.beams, finished
-        able = lambda: (  # noqa: E731
+        supported = lambda: (  # noqa: E731
             self.ranks_apart
             and k + m <= native.RANKED
             and plain(values, scores)
@@ -151,7 +151,7 @@ class TransformersRule:
             and scores.shape == done.shape == (b, m)
             and improvable.shape == (b,)
         )
-        by = chosen("choice", never, able, values)
+        by = chosen("choice", unsupported, supported, values)
         if not in_c(by):
             return None
         power, far = (
@@ -166,7 +166,7 @@ class TransformersRule:
             hits,
             *finished,
             improvable,
-            self.never,
+            self.mask_value,
             power,
             far,
             self.early_stopping is True,
@@ -180,24 +180,24 @@ class TransformersRule:
             others: other inputs of the kernel.
         """
         scores = state.scores
-        able = lambda: choice.covered(scores, self.candidates)  # noqa: E731
-        if not use_triton("choice", able, *state, *others):
+        supported = lambda: choice.covered(scores, self.candidates)  # noqa: E731
+        if not use_triton("choice", supported, *state, *others):
             return None
         powers = self._powers_of_lengths(scores)
-        return choice.Rules(self.never, self.early_stopping is True, powers, self.far or 0)
+        return choice.Rules(self.mask_value, self.early_stopping is True, powers, self.far or 0)
 
     @functools.cached_property
     def ranks_apart(self) -> bool:
-        """Whether every finished hypothesis ranks above every empty slot, whose score is `never`.
+        """Whether every finished hypothesis ranks above every empty slot (score: `mask_value`).
 
         If so, the order of empty slots does not matter; transformers fills them with unfinished
         candidates. If not, the rules run in torch, which keeps the order of transformers: a
-        negative penalty may scale scores to less than `never`, or a power of a length may overflow.
+        negative penalty may scale scores below `mask_value`, or a power of a length may overflow.
         """
         longest = float(max(1, self.max_length - self.prompt_length))
         try:
             lowest = WORST * longest ** (1.0 - self.length_penalty)
-            return longest**self.length_penalty >= 1.0 or lowest <= -self.never / 2
+            return longest**self.length_penalty >= 1.0 or lowest <= -self.mask_value / 2
         except OverflowError:
             return False
 
@@ -229,7 +229,7 @@ class TransformersRule:
             new_tokens: new tokens of a running beam; a (1,) int64 tensor if only the device knows.
         """
         attainable = self._per_length(best[:, None], self.far or new_tokens)
-        worst = torch.where(merged.done, merged.scores.min(1, keepdim=True)[0], self.never)
+        worst = torch.where(merged.done, merged.scores.min(1, keepdim=True)[0], self.mask_value)
         return (attainable > worst).any(1)
 
     def settled(self, improvable: bool, done: bool) -> bool:

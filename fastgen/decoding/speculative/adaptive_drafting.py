@@ -46,7 +46,7 @@ class _Costs:
 
     Attributes:
         alone: seconds per token without drafts, a moving average; None until measured.
-        together: seconds per token with drafts, a moving average; None until measured.
+        with_drafts: seconds per token with drafts, a moving average; None until measured.
         pays: whether drafts paid in the last trial and in all rounds since.
         tried: rounds with drafts in the current trial, or since the last refresh of `alone`.
         rest: rounds without drafts before the next trial.
@@ -55,7 +55,7 @@ class _Costs:
     """
 
     alone: float | None = None
-    together: float | None = None
+    with_drafts: float | None = None
     pays: bool = False
     tried: int = 0
     rest: int = 0
@@ -67,16 +67,16 @@ class _Costs:
         self.tried, self.rest = 0 if self.tried >= STALE else self.tried, max(0, self.rest - 1)
 
     def note_drafts(self, cost: float, alone: float, lost: float) -> None:
-        together = self.together = _mean(self.together, cost)
+        with_drafts = self.with_drafts = _mean(self.with_drafts, cost)
         self.lost = lost + (self.lost if self.tried else 0.0)
         self.tried += 1
-        if self.tried < TRIAL and together <= DEAR * alone:
+        if self.tried < TRIAL and with_drafts <= DEAR * alone:
             return
-        self.pays = together <= alone
+        self.pays = with_drafts <= alone
         if self.pays:
             self.next_rest = REST
             return
-        self.together, self.tried = None, 0
+        self.with_drafts, self.tried = None, 0
         self.rest, self.next_rest = self.next_rest, min(2 * self.next_rest, LONGEST_REST)
 
 
@@ -85,7 +85,7 @@ def _mean(before: float | None, newest: float) -> float:
 
 
 @dataclass
-class Pace:
+class DraftTiming:
     """Costs of a pair of models, over all calls that begin with a similar number of texts.
 
     Attributes:
@@ -195,12 +195,12 @@ class Paces(Kept):
     """Costs of drafting for one large model, by small model, early-exit layer, and texts."""
 
     def __init__(self) -> None:
-        self.by_small: WeakKeyDictionary[Any, dict[tuple[int | None, int], Pace]] = (
+        self.by_small: WeakKeyDictionary[Any, dict[tuple[int | None, int], DraftTiming]] = (
             WeakKeyDictionary()
         )
 
 
-def pace_of(large: Any, small: Any, layers: int | None, texts: int) -> Pace:
+def timing_of(large: Any, small: Any, layers: int | None, texts: int) -> DraftTiming:
     """Return the costs of a pair of models in calls that begin with about `texts` texts.
 
     Args:
@@ -211,4 +211,4 @@ def pace_of(large: Any, small: Any, layers: int | None, texts: int) -> Pace:
     """
     by_small = state_of(large).of(Paces).by_small
     of_pair = by_small.setdefault(large if small is None else small, {})
-    return of_pair.setdefault((layers, texts.bit_length()), Pace())
+    return of_pair.setdefault((layers, texts.bit_length()), DraftTiming())

@@ -27,7 +27,7 @@ from fastgen.decoding.logits.pipeline import apply_transforms
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.stopping import Stop
-from fastgen.decoding.speculative.adaptive_drafting import Pace
+from fastgen.decoding.speculative.adaptive_drafting import DraftTiming
 from fastgen.decoding.speculative.policies import Place, Policy
 from fastgen.models.runtime.ragged_step import Span
 
@@ -127,7 +127,7 @@ class Bild:
         shared: whether the small model's KV cache is part of the large one's.
         paper_compat: follow the program of the paper's authors: the large model writes the first
             token, and a draft that ends its text is not verified.
-        pace: decides before each round whether the small model drafts; None to draft always.
+        timing: decides before each round whether the small model drafts; None to draft always.
         on_tokens: called with a text's index and its new tokens, once they are accepted.
         events: one list per text to which (kind, place, token) is appended; None to record nothing.
     """
@@ -144,7 +144,7 @@ class Bild:
     vocabulary: int | None = None
     shared: bool = False
     paper_compat: bool = False
-    pace: Pace | None = None
+    timing: DraftTiming | None = None
     on_tokens: Callable[[int, list[int]], None] | None = None
     events: list[list[tuple[str, int, int]]] | None = None
 
@@ -160,17 +160,17 @@ class Bild:
 
     def run(self) -> Tensor:
         """Decode all texts to their end; return them as (R, P + T) int64, padded with `pad`."""
-        began = 0.0 if self.pace is None else self.pace.clock()
+        began = 0.0 if self.timing is None else self.timing.clock()
         self._begin(_LARGE, self.large)
         if self.paper_compat:
             self._check(self._present)
         while running := [text for text in self._present if not text.finished]:
             self._round(running)
             self._let_go()
-        if self.pace is not None and _SMALL in self._first:
+        if self.timing is not None and _SMALL in self._first:
             tokens = sum(len(text.tokens) for text in self._all)
-            self.pace.note_start(self._start, tokens)
-            self.pace.note_call(True, tokens, self.pace.clock() - began)
+            self.timing.note_start(self._start, tokens)
+            self.timing.note_call(True, tokens, self.timing.clock() - began)
         longest = max(len(text.tokens) for text in self._all)
         rows = [text.tokens + [self.pad] * (longest - len(text.tokens)) for text in self._all]
         return torch.cat(
@@ -190,20 +190,20 @@ class Bild:
 
     def _round(self, texts: Sequence[_Text]) -> None:
         """Run one round of draft and verify; each text gains at least one token."""
-        pace, before = self.pace, sum(len(text.tokens) for text in texts)
-        drafts = pace is None or pace.drafts(len(texts))
+        timing, before = self.timing, sum(len(text.tokens) for text in texts)
+        drafts = timing is None or timing.drafts(len(texts))
         if drafts and _SMALL not in self._first:
             self._begin_small()
-        began = 0.0 if pace is None else pace.clock()
+        began = 0.0 if timing is None else timing.clock()
         if drafts:
             self._draft(texts)
         self._check([text for text in texts if not text.finished])
-        if pace is not None:
-            pace.note(
+        if timing is not None:
+            timing.note(
                 drafts,
                 len(texts),
                 sum(len(text.tokens) for text in texts) - before,
-                pace.clock() - began,
+                timing.clock() - began,
             )
 
     def _begin(self, size: int, model: Model) -> None:
@@ -213,7 +213,7 @@ class Bild:
                 text.held[size] = text.held[size] or -1
 
     def _begin_small(self) -> None:
-        began = 0.0 if self.pace is None else self.pace.clock()
+        began = 0.0 if self.timing is None else self.timing.clock()
         self._begin(_SMALL, self.small)
         if len(self._present) < len(self._all):
             self.small.keep(
@@ -223,8 +223,8 @@ class Bild:
                     dtype=torch.int64,
                 )
             )
-        if self.pace is not None:
-            self._start = self.pace.clock() - began
+        if self.timing is not None:
+            self._start = self.timing.clock() - began
 
     def _draft(self, texts: Sequence[_Text]) -> None:
         """Draft tokens with the small model."""

@@ -15,7 +15,7 @@ from fastgen.models.layers import linear, packed_weights
 from fastgen.models.layers.linear import Linear, Own, Product
 from fastgen.models.memory.scratch import memory_of
 from fastgen.models.runtime.encoder import Encoder, EncoderSelfAttention, PositionBias
-from fastgen.models.runtime.native_step import encoded_together
+from fastgen.models.runtime.native.encoder import native_encoder
 from fastgen.models.specs.model_spec import Attention, Stack
 from fastgen.models.state import state_of
 from fastgen.ops import native
@@ -69,7 +69,7 @@ class _EncoderReader(StackReader):
         sublayers, first = self.sublayers()
         embedding = None if self.spec.embedding is None else self.embedding(self.spec.embedding)
         self.check_rest()
-        at_once = encoded_together(sublayers, first is not None)
+        at_once = native_encoder(sublayers, first is not None)
         if at_once is None:
             state_of(of).of(Verdicts).lacks_c = True
         encoder = Encoder(of, sublayers, first, embedding, tuple(self.facts), at_once)

@@ -19,9 +19,10 @@ from fastgen.models.layers.packed_weights import Int8Packed, has_copy, note_shor
 from fastgen.models.memory import budget
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.encoder import Encoder, EncoderSelfAttention
-from fastgen.models.runtime.native_multistep_job import is_written, why_not_in_c
-from fastgen.models.runtime.native_records import products_of
-from fastgen.models.runtime.native_step import encoded_together, together
+from fastgen.models.runtime.native.encoder import native_encoder
+from fastgen.models.runtime.native.layers import products_of
+from fastgen.models.runtime.native.multistep_job import is_written, why_not_in_c
+from fastgen.models.runtime.native.step import native_step
 from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
 from fastgen.ops import int8, native
 
@@ -61,7 +62,7 @@ def _int8_step(step: DecoderStep) -> DecoderStep:
         step,
         sublayers=sublayers,
         head=Int8Linear(head),
-        together=together(sublayers, step.first is not None),
+        run_layers=native_step(sublayers, step.first is not None),
     )
 
 
@@ -98,9 +99,9 @@ def int8_encoder(encoder: Encoder) -> Encoder:
 def _int8_encoder(encoder: Encoder) -> Encoder:
     sublayers = [_rounded(sublayer) for sublayer in encoder.sublayers]
     written = None
-    if encoder.together is not None:
-        written = encoded_together(sublayers, encoder.first is not None)
-    return replace(encoder, sublayers=sublayers, together=written)
+    if encoder.run_layers is not None:
+        written = native_encoder(sublayers, encoder.first is not None)
+    return replace(encoder, sublayers=sublayers, run_layers=written)
 
 
 def why_no_int8_encoder(encoder: Encoder) -> str:
@@ -134,7 +135,7 @@ def encoder_to_run(encoder: Encoder) -> Encoder:
     """
     if not is_requested() or not outcome(encoder) or why_no_int8_encoder(encoder):
         return encoder
-    if encoder.together is not None and outcome_in_c(encoder) is None:
+    if encoder.run_layers is not None and outcome_in_c(encoder) is None:
         return encoder
     rounded = _int8_encoder(encoder)
     if not _is_packed([each for sub in rounded.sublayers for each in products_of(sub)]):

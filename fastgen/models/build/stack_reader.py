@@ -8,7 +8,7 @@ place of linear ones run as modules.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +22,14 @@ from fastgen.models.build.introspection import (
     name_of,
     part_or_none,
 )
+from fastgen.models.build.layer_reader import LayerReader
 from fastgen.models.build.peft_layers import (
     embedding_in,
-    is_of_peft,
-    lora_parts,
-    without_peft,
 )
 from fastgen.models.layers import activation
-from fastgen.models.layers.called import Called, sizes_of
 from fastgen.models.layers.experts import ExpertProducts, Experts, Routing, is_plain
-from fastgen.models.layers.linear import Identity, Product, is_linear, product, products
-from fastgen.models.layers.low_rank import Adapter, LowRank
-from fastgen.models.layers.norm import Norm, NormLike, OwnNorm, Times, rms_norm, unnormed
+from fastgen.models.layers.linear import Identity, Product
+from fastgen.models.layers.norm import NormLike, Times, unnormed
 from fastgen.models.layers.positions import Bias, InterleavedRotary, Rotary, RotationTable
 from fastgen.models.routing.instance import is_toolkits
 from fastgen.models.runtime.decode_step import Embedding
@@ -63,19 +59,14 @@ class _Part(NamedTuple):
     norm: NormLike
 
 
-class StackReader:
+class StackReader(LayerReader):
     """Reads the parts of a stack that a spec names, and checks that nothing else is left.
 
     Args:
         model: The model, or the stack itself.
         spec: The names of the stack's parts.
         longest: Maximum number of tokens of a text.
-
-    Attributes:
-        calls: Whether layers that are not read may run as modules, on a CPU.
     """
-
-    calls = False
 
     def __init__(self, model: Any, spec: Stack, longest: int) -> None:
         self.model, self.spec, self.longest = model, spec, longest
@@ -86,14 +77,10 @@ class StackReader:
             if spec.embedding is None
             else at(self.stack, spec.embedding.tokens).weight
         )
-        self.dtype: torch.dtype = like.dtype
+        super().__init__(like.dtype, like.device.type)
         self.width: int = like.shape[-1]
-        self.device: str = like.device.type
-        self.read: set[nn.Module] = set()
-        self.called: list[nn.Module] = []  # Layers that run as modules.
-        self.free: set[nn.Module] = set()  # Modules of other packages that may run, or do not.
-        config = repr(vars(model.config)) if hasattr(model, "config") else ""
-        self.facts: list[object] = [config, self.dtype, self.device]
+        if hasattr(model, "config"):
+            self.facts.append(repr(vars(model.config)))
         alibi = spec.positions.alibi
         self.bias: Bias | None = None if alibi is None else self.alibi(alibi)
         self.windows: list[Bias] = []
@@ -105,12 +92,6 @@ class StackReader:
         """Raise `NotFused` where the stack, or a part at one of the paths, was not read."""
         where, called = [self.spec.path, *paths], self.spec.runs_hooks
         check_unread(self.model, where, self.read, self.free, called)
-
-    def opened(self, outer: nn.Module) -> Any:
-        """Return the layer that runs in place of one of PEFT, whose parts count as read."""
-        self.read.update(parts := list(outer.modules()))
-        self.free.update(part for part in parts if is_of_peft(part))
-        return without_peft(outer)
 
     def sublayers(self) -> tuple[list[Sublayer], NormLike | None]:
         """Return all sublayers; for pre-norm layers, also the norm before the first one."""
@@ -285,12 +266,6 @@ class StackReader:
             names.norms_rotated, names.rotary.fp32,
         )  # fmt: skip
 
-    def products(self, modules: Sequence[Any]) -> tuple[Product, ...]:
-        """Return the products of linear layers that read the same input."""
-        made = tuple(map(self.product, modules))
-        plain = list(map(without_peft, modules))
-        return products(plain) if all(map(self.is_plain, plain)) else made
-
     def cross_attention(self, module: Any, names: Attention) -> CrossAttention:
         dims, query = getattr(module, names.head_dim), at(module, names.qkv[0])
         makers = [at(module, name) for name in names.qkv[1:]]
@@ -358,84 +333,6 @@ class StackReader:
             known = Bias(lambda: table)
             self.windows.append(known)
         return known
-
-    def product(self, module: Any) -> Product:
-        module = self.opened(module)
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise NotFused("weights that are offloaded")
-        if (parts := lora_parts(module)) is not None:
-            self.facts.append(("low rank", len(parts)))
-            adapters = [Adapter(product(down), product(up), s) for down, up, s in parts]
-            return LowRank(self.product(module.base_layer), adapters)
-        if not is_linear(module) or type(module.weight) is not nn.Parameter:
-            return self.call(module)
-        if module.weight.dtype != self.dtype:
-            raise NotFused(f"weights in {module.weight.dtype} beside others in {self.dtype}")
-        return product(module)
-
-    def call(self, module: Any) -> Product:
-        """Return the product of a layer that runs as a module.
-
-        Raises:
-            NotFused: Its sizes are unknown, or no layer of this stack may run as a module.
-        """
-        sizes = sizes_of(module)
-        if sizes is None or self.device != "cpu" or not self.calls:
-            if is_linear(module):
-                raise NotFused(f"a weight that is a {type(module.weight).__name__}")
-            raise NotFused(f"a {name_of(module)} in place of a linear layer")
-        self.called.append(module)
-        self.free.update(module.modules())
-        self.facts.append(type(module))
-        return Called(module, sizes[0])
-
-    def is_plain(self, module: Any) -> bool:
-        """Return whether a layer is a linear one, with a weight of the stack's dtype."""
-        plain = is_linear(module) and type(module.weight) is nn.Parameter
-        return plain and module.weight.dtype == self.dtype
-
-    def is_product(self, module: Any) -> bool:
-        """Return whether a layer is a linear one, with or without low-rank adapters."""
-        return self.is_plain(module if lora_parts(module) is None else module.base_layer)
-
-    def inputs(self, module: Any) -> int:
-        """Return the number of inputs of a linear layer, or of a layer in its place."""
-        module = without_peft(module)
-        sizes = (module.nf, module.nx) if hasattr(module, "nx") else sizes_of(module)
-        if sizes is None:
-            raise NotFused(f"a {name_of(module)} in place of a linear layer")
-        return sizes[1]
-
-    def norm(self, module: Any) -> Any:
-        if module is None:
-            return None
-        module = self.opened(module)
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise NotFused("weights that are offloaded")
-        if type(module) is nn.LayerNorm:
-            self.facts.append(module.eps)
-            return Norm(module.weight, module.bias, module.eps)
-        if type(module).__name__ in _OWN_NORMS:
-            self.facts.append(getattr(module, "variance_epsilon", None))
-            return OwnNorm(module)
-        rms = rms_norm(module)
-        if rms is None:
-            raise NotFused(f"a {name_of(module)} in place of a norm")
-        self.facts += (rms.eps, rms.offset)
-        if self.dtype == torch.float64:  # toolkit norms compute float64 in float32
-            return OwnNorm(module)
-        return Norm(module.weight, None, rms.eps, rms=True, offset=rms.offset)
-
-    def activation(self, function: Any) -> str:
-        if isinstance(function, nn.Module):
-            self.read.update(function.modules())
-        kind = activation.kind(function)
-        if kind is None:
-            raise NotFused(
-                f"an activation function {getattr(function, '__name__', None) or name_of(function)}"
-            )
-        self.facts.append(kind)
-        return kind
 
     def embedding(self, spec: EmbeddingSpec) -> Embedding:
         stack, name = self.stack, spec.scale
@@ -544,10 +441,6 @@ _FUNCTIONS = (
     "build_mpt_alibi_tensor",
 )
 """Functions of a model's file that a step reimplements, or calls while it is built."""
-
-
-_OWN_NORMS = ("CohereLayerNorm", "Cohere2LayerNorm", "NemotronLayerNorm1P", "OlmoLayerNorm")
-"""Transformers norms that are neither LayerNorm nor RMSNorm; their own forward runs."""
 
 
 def _by_distance(attention: Any, longest: int) -> Tensor:

@@ -10,7 +10,7 @@ from fastgen.models.build.stack_reader import StackReader
 from fastgen.models.layers.linear import Product
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.masked_step import MaskedStep, Prediction
-from fastgen.models.runtime.native_step import together
+from fastgen.models.runtime.native.step import native_step
 from fastgen.models.specs.model_spec import Head, ModelSpec
 
 
@@ -54,7 +54,7 @@ class _DecoderReader(StackReader):
             scale=head.scale(self.model),
             softcap=head.softcap(self.model),
             facts=tuple(self.facts),
-            together=together(sublayers, first is not None) if masked is None else None,
+            run_layers=native_step(sublayers, first is not None) if masked is None else None,
             called=tuple(map(name_of, self.called)),
         )
         transform = () if head.transform is None else (head.transform.projection,)

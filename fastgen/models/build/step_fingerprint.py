@@ -29,7 +29,7 @@ _PARTS = (
     RotationTable, CrossAttention, Sublayer, SelfAttention, Times,
 )  # fmt: skip
 _UNREAD: dict[type, tuple[str, ...]] = {
-    DecoderStep: ("facts", "module", "together"),
+    DecoderStep: ("facts", "module", "run_layers"),
     CrossAttention: ("made_by",),
 }
 """Fields that a decode step on a device does not read."""

@@ -24,7 +24,7 @@ from fastgen.ops.dispatch import counting_in, new_counters
 _T = TypeVar("_T")
 
 
-def wanted(tensor: Tensor) -> bool:
+def enabled(tensor: Tensor) -> bool:
     """Return whether functions that run on a tensor's device should be captured."""
     return tensor.device.type == "cuda" and config.settings().graphs != "off"
 
@@ -43,7 +43,7 @@ def may_be_roomy(like: Tensor, elements: int) -> bool:
         like: A tensor with the dtype and device of the buffer.
         elements: Elements of the buffer.
     """
-    return wanted(like) and elements * like.element_size() <= _bytes_of(like.device) // ROOMY
+    return enabled(like) and elements * like.element_size() <= _bytes_of(like.device) // ROOMY
 
 
 @functools.cache

@@ -261,8 +261,7 @@ class PooledBuffers:
         lent: The pool of graph memory.
         kept: Graphs of other functions that read the step's output, such as token selection.
         whole: Buffers of all sentences; None before the first use.
-        grounds: Buffers of the first n sentences by n, the latest last. Each has a graph of its
-            own.
+        by_sentences: Buffers of the first n sentences by n, the latest last, each with its graph.
     """
 
     shape: Shape
@@ -271,11 +270,11 @@ class PooledBuffers:
     lent: graph.BorrowedPool = field(default_factory=graph.BorrowedPool)
     kept: KeptGraphs = field(default_factory=KeptGraphs)
     whole: GraphBuffers | None = None
-    grounds: dict[int, GraphBuffers] = field(default_factory=dict[int, GraphBuffers])
+    by_sentences: dict[int, GraphBuffers] = field(default_factory=dict[int, GraphBuffers])
 
     @property
     def nbytes(self) -> int:
-        return self.shape.nbytes + sum(self.grounds) * self.shape.outputs + self.kept.nbytes
+        return self.shape.nbytes + sum(self.by_sentences) * self.shape.outputs + self.kept.nbytes
 
     def has_room_for(self, reads: Reads) -> bool:
         """Return whether a call in these buffers still fits after a compaction or growth."""
@@ -287,22 +286,22 @@ class PooledBuffers:
     def take(self, reads: Reads) -> GraphBuffers:
         """Move a call's tensors into these buffers."""
         if self.whole is None:
-            self.whole = self._ground(reads)
-        ground = self.grounds.pop(reads.sentences, None) or self.whole.of_first(
+            self.whole = self._buffers(reads)
+        buffers = self.by_sentences.pop(reads.sentences, None) or self.whole.of_first(
             reads.sentences, self.lent
         )
-        self.grounds[reads.sentences] = ground
-        if len(self.grounds) > GRAPHS:
-            dropped = self.grounds.pop(next(iter(self.grounds)))
+        self.by_sentences[reads.sentences] = buffers
+        if len(self.by_sentences) > GRAPHS:
+            dropped = self.by_sentences.pop(next(iter(self.by_sentences)))
             if (result := dropped.repeated.result) is not None:
                 self.kept.drop(result[0][0][0])
-        for layers, pairs in ((reads.text, ground.text), (reads.source, ground.source)):
+        for layers, pairs in ((reads.text, buffers.text), (reads.source, buffers.source)):
             for layer, pair in zip(layers, pairs, strict=True):
                 layer.move(*pair)
-        _write(ground, reads)
-        return ground
+        _write(buffers, reads)
+        return buffers
 
-    def _ground(self, reads: Reads) -> GraphBuffers:
+    def _buffers(self, reads: Reads) -> GraphBuffers:
         """Allocate buffers for all sentences, with the head sizes and dtypes of a call."""
         shape, keys, beams = self.shape, reads.text[0].room[0], reads.text[0].beams
         b = shape.sentences
@@ -324,23 +323,23 @@ class PooledBuffers:
         )  # fmt: skip
 
 
-def _write(ground: GraphBuffers, reads: Reads) -> None:
+def _write(buffers: GraphBuffers, reads: Reads) -> None:
     """Write a call's masks and positions into static buffers; mask what lies beyond its source."""
-    if ground.source_mask is not None:
+    if buffers.source_mask is not None:
         count = reads.source[0].prefix
-        for buffer in (kv for pair in ground.source for kv in pair if count < kv.shape[2]):
+        for buffer in (kv for pair in buffers.source for kv in pair if count < kv.shape[2]):
             buffer[:, :, count:] = 0.0  # masked values are multiplied all the same
-        ground.source_mask[..., :count] = 0.0 if reads.source_mask is None else reads.source_mask
-        ground.source_mask[..., count:] = -torch.inf
-    if ground.first is not None and isinstance(reads.first, Tensor):
-        ground.first.copy_(reads.first)
-    if ground.mask is None:
+        buffers.source_mask[..., :count] = 0.0 if reads.source_mask is None else reads.source_mask
+        buffers.source_mask[..., count:] = -torch.inf
+    if buffers.first is not None and isinstance(reads.first, Tensor):
+        buffers.first.copy_(reads.first)
+    if buffers.mask is None:
         return
     if reads.ancestry is not None:
-        reads.ancestry.move(ground.mask, reads.text[0].prefix, reads.prefix_mask)
+        reads.ancestry.move(buffers.mask, reads.text[0].prefix, reads.prefix_mask)
     elif reads.prefix_mask is not None:
-        ground.mask.zero_()
-        ground.mask[:, :, : reads.text[0].prefix] = reads.prefix_mask[:, 0]
+        buffers.mask.zero_()
+        buffers.mask[:, :, : reads.text[0].prefix] = reads.prefix_mask[:, 0]
 
 
 def most_kept() -> int:

@@ -86,7 +86,7 @@ class Replay:
         self.step, self.text, self.longest = step, text, longest
         self._alone, self._lent = JointReplay(), graph.BorrowedPool()
         self._seat: PooledBuffers | None = None
-        self._ground: GraphBuffers | None = None
+        self._buffers: GraphBuffers | None = None
         self._held: tuple[object, ...] = ()
 
     @property
@@ -96,14 +96,14 @@ class Replay:
 
     def kept_graphs(self, logits: Tensor) -> KeptGraphs | None:
         """Return the graphs of functions that read these logits; None if they serve one call."""
-        if self._seat is None or self._ground is None:
+        if self._seat is None or self._buffers is None:
             return None
-        result: list[list[Result]] | None = self._ground.repeated.result
+        result: list[list[Result]] | None = self._buffers.repeated.result
         return self._seat.kept if result is not None and result[0][0][0] is logits else None
 
-    def able(self, rows: int) -> bool:
+    def supported(self, rows: int) -> bool:
         """Return whether the next step, of so many rows, should run here."""
-        known = self._ground is not None and len(self._ground.tokens) == rows
+        known = self._buffers is not None and len(self._buffers.tokens) == rows
         return self.refused is None and (known or self.longest - self.text[0].steps >= WORTH)
 
     def __call__(self, tokens: Tensor, reads: Reads) -> Result:
@@ -121,11 +121,11 @@ class Replay:
 
     def open(self, tokens: Tensor, reads: Reads) -> "Opened":
         """Write a step's tokens and numbers into the static buffers; arguments as in `__call__`."""
-        ground, first = self._ground, self.text[0]
+        buffers, first = self._buffers, self.text[0]
         for layer in self.text:
             layer.make_room(self.step.tokens)
-        if ground is None or not graph.same(reads.held, self._held):
-            ground = self._ground = self._settle(reads)
+        if buffers is None or not graph.same(reads.held, self._held):
+            buffers = self._buffers = self._settle(reads)
             self._held = reads.held
             prefix, position = first.prefix, reads.first if isinstance(reads.first, int) else 0
             device, beams = tokens.device, first.beams
@@ -135,12 +135,12 @@ class Replay:
                 dtype=torch.int64,
             )
             self._slopes = torch.tensor([beams, beams, 1, 1, 0], device=device, dtype=torch.int64)
-        ground.tokens.copy_(tokens)
+        buffers.tokens.copy_(tokens)
         torch.add(
-            self._offsets, self._slopes, alpha=first.filled // first.beams, out=ground.numbers
+            self._offsets, self._slopes, alpha=first.filled // first.beams, out=buffers.numbers
         )
         return Opened(
-            self, ground, functools.partial(self._context, ground, first.beams, reads.watched)
+            self, buffers, functools.partial(self._context, buffers, first.beams, reads.watched)
         )
 
     def close(self) -> None:
@@ -174,15 +174,15 @@ class Replay:
             if previous is not None and previous is not self._seat:
                 graph_buffers.give_back(previous)
 
-    def _context(self, ground: GraphBuffers, beams: int, watched: int | None) -> Context:
-        start, seen, length, at, prefix = ground.numbers.split(1)
-        position = at if ground.first is None else (ground.first + at).repeat_interleave(beams)
-        mask = None if ground.mask is None else ground.mask[:, None].to(self.step.dtype)
+    def _context(self, buffers: GraphBuffers, beams: int, watched: int | None) -> Context:
+        start, seen, length, at, prefix = buffers.numbers.split(1)
+        position = at if buffers.first is None else (buffers.first + at).repeat_interleave(beams)
+        mask = None if buffers.mask is None else buffers.mask[:, None].to(self.step.dtype)
         text, source = (
-            [_Fixed(*pair, beams, start) for pair in of] for of in (ground.text, ground.source)
+            [_Fixed(*pair, beams, start) for pair in of] for of in (buffers.text, buffers.source)
         )
         return Context(
-            ground.sentences, length, prefix, position, text, source, mask, ground.source_mask,
+            buffers.sentences, length, prefix, position, text, source, mask, buffers.source_mask,
             seen=seen,
             watched=watched,
         )  # fmt: skip
@@ -199,12 +199,12 @@ class Opened:
 
     Attributes:
         replay: The text's steps.
-        ground: The static buffers.
+        buffers: The static buffers.
         context: Returns what the step reads, over the static buffers.
     """
 
     replay: Replay
-    ground: GraphBuffers
+    buffers: GraphBuffers
     context: Callable[[], Context]
 
 
@@ -235,8 +235,8 @@ class JointReplay:
         """
         opened = [each for of_text in texts for each in of_text]
         body = functools.partial(self._body, decoders, texts)
-        tokens = [each.ground.tokens for each in opened]  # these move whenever anything else does
-        repeated = opened[0].ground.repeated if len(opened) == 1 else self._repeated
+        tokens = [each.buffers.tokens for each in opened]  # these move whenever anything else does
+        repeated = opened[0].buffers.repeated if len(opened) == 1 else self._repeated
         try:
             result = repeated(body, tokens[0].device, *tokens)
         except graph.NotCaptured as reason:
@@ -262,6 +262,6 @@ class JointReplay:
 
     def _of_decoder(self, decoder: DecoderStep, texts: Sequence[Opened]) -> list[Result]:
         outputs = joint_step(
-            decoder, [text.ground.tokens for text in texts], [text.context() for text in texts]
+            decoder, [text.buffers.tokens for text in texts], [text.context() for text in texts]
         )
         return [text.replay.finished(*each) for text, each in zip(texts, outputs, strict=True)]

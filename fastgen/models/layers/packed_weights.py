@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,10 +18,6 @@ from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.state import Kept, kept_of, process_state, state_of
 from fastgen.ops import int8, logit_bounds
 from fastgen.ops import linear as ops
-
-OFTEN = 9
-"""Uses of a weight after which packing pays: packing takes as long as about six plain products with
-one row. A call of one new token uses a weight once or twice."""
 
 EXPERT_PROBES = 64
 """Elements of each expert's matrix that are compared at the start of each call."""
@@ -37,6 +33,8 @@ class Packed(Kept):
     Layers keep it, as weak references to weights would block `torch.utils.swap_tensors`.
 
     Attributes:
+        uses_to_pack: Uses of a weight after which packing pays: packing takes as long as about six
+            plain products with one row. A call of one new token uses a weight once or twice.
         layer: A layer that has the weight.
         address: Data pointer of the weight.
         version: Version counter of the weight.
@@ -49,6 +47,7 @@ class Packed(Kept):
     """
 
     label = "packed weights"
+    uses_to_pack: ClassVar[int] = 9
 
     layer: weakref.ref[Any]
     address: int
@@ -62,11 +61,6 @@ class Packed(Kept):
     @property
     def nbytes(self) -> int:
         return 0 if self.copy is None else self.copy.nbytes
-
-    @property
-    def often(self) -> int:
-        """Uses of a weight after which it is packed."""
-        return OFTEN
 
     @staticmethod
     def pack(weight: Tensor) -> Any:
@@ -99,12 +93,12 @@ class Packed(Kept):
         """
         if self.copy is None:
             self.uses += 1
-            if self.uses >= self.often or comparison.get() is not None:
+            if self.uses >= self.uses_to_pack or comparison.get() is not None:
                 self.shortage = _shortage(self.bytes_of(plain), always)
                 if self.shortage is None:
                     self._pack(plain)
                 if self.copy is None:
-                    self.uses = self.often - AGAIN
+                    self.uses = self.uses_to_pack - AGAIN
                 if self.shortage is not None:
                     packing().was_short = True
         return self.copy
@@ -126,10 +120,7 @@ class Int8Packed(Packed, Kept):
     """A copy of a weight in int8."""
 
     label = "int8 weights"
-
-    @property
-    def often(self) -> int:
-        return 1
+    uses_to_pack = 1
 
     @staticmethod
     def pack(weight: Tensor) -> Any:
@@ -145,10 +136,7 @@ class LogitErrors(Packed, Kept):
     """Bounds of the errors of a head's copy in int8 (`ops.logit_bounds`)."""
 
     label = "int8 error bounds"
-
-    @property
-    def often(self) -> int:
-        return 1
+    uses_to_pack = 1
 
     @staticmethod
     def pack(weight: Tensor) -> Any:

@@ -115,7 +115,7 @@ class DecoderStep:
         softcap: Soft cap of the logits; None for none.
         facts: Fingerprint of everything besides the weights that the step was built from, such as
             the model's config. An equal fingerprint means that the step is still valid.
-        together: Runs all sublayers at once, given the input of the first one and the residual
+        run_layers: Runs all sublayers at once, given the input of the first one and the residual
             stream. None if there is no such function. It returns None for a step that it does not
             support.
         called: Names of the classes of layers that run as modules.
@@ -131,7 +131,7 @@ class DecoderStep:
     scale: float = 1.0
     softcap: float | None = None
     facts: tuple[object, ...] = ()
-    together: Callable[[Tensor, Tensor, Any], Tensor | None] | None = None
+    run_layers: Callable[[Tensor, Tensor, Any], Tensor | None] | None = None
     called: tuple[str, ...] = ()
 
     @property
@@ -176,7 +176,10 @@ class DecoderStep:
     def hidden(self, ids: Tensor, context: StepInputs) -> Tensor:
         """Return the hidden states (R, C) that the head reads; arguments as in `__call__`."""
         x, stream = self.embedding.with_norm(ids, context.position, self.first)
-        if self.together is not None and (hidden := self.together(x, stream, context)) is not None:
+        if (
+            self.run_layers is not None
+            and (hidden := self.run_layers(x, stream, context)) is not None
+        ):
             return hidden
         for sublayer in self.sublayers:
             x, total = sublayer(x, stream, context)

@@ -8,7 +8,7 @@ Source: Kim et al. 2023 (BiLD), section 4.4.
 from dataclasses import replace
 
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_step import together
+from fastgen.models.runtime.native.step import native_step
 
 
 def early_exit(step: DecoderStep, layers: int) -> DecoderStep:
@@ -25,7 +25,7 @@ def early_exit(step: DecoderStep, layers: int) -> DecoderStep:
     first = [sublayer for sublayer in step.sublayers if sublayer.layer < layers]
     if step.first is not None:  # In a pre-norm model the last norm is the decoder's final norm.
         first[-1] = replace(first[-1], norm=step.sublayers[-1].norm)
-    return replace(step, sublayers=first, together=together(first, step.first is not None))
+    return replace(step, sublayers=first, run_layers=native_step(first, step.first is not None))
 
 
 def check_exit(layers: int, count: int) -> None:

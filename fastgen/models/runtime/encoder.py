@@ -320,8 +320,7 @@ class Encoder:
         embedding: Embedding of the tokens; None if the caller embeds them.
         facts: Fingerprint of everything besides the weights that it was built from, such as the
             model's config. An equal fingerprint means that it is still valid.
-        together: Runs all sublayers at once, as `DecoderStep.together`; None if there is no such
-            function.
+        run_layers: Runs all sublayers at once, as `DecoderStep.run_layers`; None if nothing does.
     """
 
     module: nn.Module
@@ -329,7 +328,7 @@ class Encoder:
     first: NormLike | None
     embedding: Embedding | None
     facts: tuple[object, ...]
-    together: Callable[[Tensor, Tensor, Sentences], Tensor | None] | None = None
+    run_layers: Callable[[Tensor, Tensor, Sentences], Tensor | None] | None = None
 
     @property
     def biased(self) -> bool:
@@ -354,8 +353,8 @@ class Encoder:
             x = self.first(stream)[0]
         native_output = (
             None
-            if self.together is None or outcome_in_c(self) is False
-            else self.together(x, stream, sentences)
+            if self.run_layers is None or outcome_in_c(self) is False
+            else self.run_layers(x, stream, sentences)
         )
         if native_output is not None and outcome_in_c(self):
             return native_output

@@ -21,7 +21,7 @@ Kept = tuple[Tensor, Tensor]
 """Keys and values (B, Hkv, N, D) of one layer."""
 
 
-def able(step: DecoderStep) -> bool:
+def supported(step: DecoderStep) -> bool:
     """Return whether the first token of a decoder can run as a fused step."""
     mixers = [sublayer.mixer for sublayer in step.sublayers]
     sources = [mixer for mixer in mixers if isinstance(mixer, CrossAttention)]

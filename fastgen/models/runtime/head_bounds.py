@@ -14,7 +14,7 @@ from fastgen.models.layers.linear import Int8Linear, Linear
 from fastgen.models.layers.packed_weights import Int8Packed, LogitErrors, has_copy, packed_of
 from fastgen.models.memory import budget
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_step import InC
+from fastgen.models.runtime.native.step import NativeStep
 from fastgen.models.state import Kept, state_of
 from fastgen.ops import int8, logit_bounds, native, processor
 from fastgen.ops.native import search as c
@@ -74,14 +74,14 @@ def why_no_bounds(step: DecoderStep, rows: int) -> str:
         return "FASTGEN_INT8_HEAD=off"
     if settings.precision != "model":
         return f"FASTGEN_PRECISION={settings.precision}"
-    if type(head) is not Linear or not isinstance(step.together, InC):
+    if type(head) is not Linear or not isinstance(step.run_layers, NativeStep):
         return "decode steps are not written in C"
     if rows > MOST_ROWS:
         return f"{rows} rows, more than {MOST_ROWS}"
     if head.dtype not in logit_bounds.DTYPES:
         return f"the head is {str(head.dtype).removeprefix('torch.')}"
     weight: Tensor = head.module.weight
-    if head.transposed or weight.stride(1) != 1 or not int8.able(head.outputs, head.inputs):
+    if head.transposed or weight.stride(1) != 1 or not int8.supported(head.outputs, head.inputs):
         return "C cannot read the head as it is"
     if settings.int8_head == "on":
         return ""
@@ -96,11 +96,11 @@ def weight_bytes(step: DecoderStep) -> int:
     """Return the bytes that the products of a decode step read; shared weights count each time.
 
     Args:
-        step: The decode step, which has a `together`.
+        step: The decode step, which has a `run_layers`.
     """
-    together, head = step.together, step.head
-    assert isinstance(together, InC)
-    products = [*together.records.products, head]
+    run_layers, head = step.run_layers, step.head
+    assert isinstance(run_layers, NativeStep)
+    products = [*run_layers.records.products, head]
     return step.dtype.itemsize * sum(each.outputs * getattr(each, "inputs", 0) for each in products)
 
 

@@ -175,7 +175,7 @@ class Beams(ctypes.Structure):
         candidates: K.
         stops_early: whether a sentence is finished once it has M hypotheses.
         far: the length by which running beams are judged; 0 for their current length.
-        never: added to scores that must not be chosen.
+        mask_value: added to scores that must not be chosen.
         penalty: the length penalty.
     """
 

@@ -91,7 +91,8 @@ class Chosen(NamedTuple):
 
 def choose(
     by: Library, values: Tensor, beam: Tensor, token: Tensor, hits: Tensor, finished: Tensor,
-    done: Tensor, improvable: Tensor, never: float, power: float, far: float, stops_early: bool,
+    done: Tensor, improvable: Tensor, mask_value: float, power: float, far: float,
+    stops_early: bool,
 ) -> Chosen | None:  # fmt: skip
     """Choose running beams and finished hypotheses of a step of beam search by `TransformersRule`.
 
@@ -103,7 +104,7 @@ def choose(
         finished: (B, M) fp32, the scores of the finished hypotheses.
         done: (B, M) bool, which slots hold a finished hypothesis.
         improvable: (B,) bool, whether a running beam can still become a better hypothesis.
-        never: added to scores that must not be chosen.
+        mask_value: added to scores that must not be chosen.
         power: divisor of scores for the current length.
         far: divisor of scores for the length by which running beams are judged.
         stops_early: whether a sentence is finished once it has M hypotheses.
@@ -120,7 +121,7 @@ def choose(
     choice = Chosen(parents, tokens, order, running, merged, merged_done, flags)
     decided = by.choose(
         by.run, 1, *(each.data_ptr() for each in (*inputs, *choice)), sentences, beams, candidates,
-        stops_early, never, power, far,
+        stops_early, mask_value, power, far,
     )  # fmt: skip
     return choice if decided else None
 

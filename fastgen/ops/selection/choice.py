@@ -70,14 +70,14 @@ class Rules(NamedTuple):
     """The numbers of the finishing rules.
 
     Attributes:
-        never: added to scores that must not be chosen.
+        mask_value: added to scores that must not be chosen.
         stops_early: whether a sentence is finished once it has M hypotheses.
         powers: (N,) fp32, each length to the power of the length penalty, as returned by
             `decoding.search.finishing_rules.length_powers`.
         far: the length by which running beams are judged; 0 for their current length.
     """
 
-    never: float
+    mask_value: float
     stops_early: bool
     powers: Tensor
     far: int
@@ -164,8 +164,8 @@ def kbest_and_choose_(logits: Tensor, k: int, updates: LogitsUpdates, step: Step
     scores, vocabulary = step.state.scores, logits.shape[2]
     changes, banned, forced = updates
     changed = 0 if changes is None else changes.tokens.shape[1]
-    able = lambda: kbest.covered(logits, scores, k, changed)  # noqa: E731
-    if not use_triton("kbest", able, logits, scores, banned, forced):
+    supported = lambda: kbest.covered(logits, scores, k, changed)  # noqa: E731
+    if not use_triton("kbest", supported, logits, scores, banned, forced):
         values, indices, _ = kbest.kbest(logits, scores, k, updates)
         return choose_(values, indices, vocabulary, step)
     merging = kbest_kernels.first_launch(logits, scores, k, None, 1.0, *updates)
@@ -192,7 +192,7 @@ def _arguments(
         sentences, sentences if ends is None else ends, state.scores, state.finished,
         _bytes(state.done), _bytes(state.improvable), _bytes(state.over), rules.powers, new_tokens,
         counters(sentences.device, 1), running, candidates, _bytes(flags), k, vocabulary,
-        0 if ends is None else len(ends), int(last), rules.far, rules.never,
+        0 if ends is None else len(ends), int(last), rules.far, rules.mask_value,
     )  # fmt: skip
     constants = {
         "BEAMS": m, "ALL": power_of_two(m + k), "EARLY": rules.stops_early,
@@ -285,7 +285,7 @@ def _bytes(flags: Tensor) -> Tensor:
 def _choose_kernel(
     values_ptr, indices_ptr, sentences_ptr, ends_ptr, scores_ptr, finished_ptr, done_ptr,
     improvable_ptr, over_ptr, powers_ptr, new_tokens_ptr, ended_ptr, running_ptr, candidates_ptr,
-    flags_ptr, candidates, vocabulary, ends, last, far, never, BEAMS: constexpr,
+    flags_ptr, candidates, vocabulary, ends, last, far, mask_value, BEAMS: constexpr,
     CANDIDATES: constexpr, ALL: constexpr, EARLY: constexpr, DIVIDED: constexpr,
 ):  # fmt: skip
     """Rank the candidates and finished hypotheses of one sentence."""
@@ -317,7 +317,7 @@ def _choose_kernel(
     tl.debug_barrier()  # finish all reads before other threads write the same addresses
 
     lowest = -0x7FFFFFFFFFFFFFFF
-    key = tl.where(inside, key_of(tl.where(hit, value + never, value), candidate), lowest)
+    key = tl.where(inside, key_of(tl.where(hit, value + mask_value, value), candidate), lowest)
     first = value_of(tl.max(key, 0))
     column = sentences.to(tl.int64) * BEAMS
     running_ptr += sentence * BEAMS
@@ -336,9 +336,9 @@ def _choose_kernel(
     else:
         ranked = ending * power
     if EARLY:
-        ranked = tl.where(full, ranked + never, ranked)
-    ranked = tl.where(improvable, ranked, ranked + never)
-    ranked = tl.where(ended, ranked, ranked + never)
+        ranked = tl.where(full, ranked + mask_value, ranked)
+    ranked = tl.where(improvable, ranked, ranked + mask_value)
+    ranked = tl.where(ended, ranked, ranked + mask_value)
     done = tl.where(old, done, ended)
     ranked_mask = old | (new & (tl.load(over_ptr) == 0))
     key = tl.where(ranked_mask, key_of(tl.where(old, finished, ranked), slot), lowest)
@@ -361,7 +361,9 @@ def _choose_kernel(
     possible = first / far_power
     if not DIVIDED:
         possible = first * far_power
-    better = ((open_slots < BEAMS) & (possible > worst)) | ((open_slots > 0) & (possible > never))
+    better = ((open_slots < BEAMS) & (possible > worst)) | (
+        (open_slots > 0) & (possible > mask_value)
+    )
     still_improvable = (improvable & better).to(tl.uint8)
     tl.store(improvable_ptr + sentence, still_improvable)
     tl.store(flags_ptr + sentence, (changed > 0).to(tl.uint8))

@@ -227,14 +227,14 @@ def kbest(
     ):
         found = f"scratch {tuple(scratch.shape)} in {scratch.dtype}"
         raise ValueError(f"{found} must be {tuple(logits.shape)} in {scores.dtype}, contiguous")
-    able = lambda: covered(  # noqa: E731
+    supported = lambda: covered(  # noqa: E731
         logits, scores, k, 0 if changes is None else changes.tokens.shape[1]
     )
     able_in_c = lambda: (  # noqa: E731
         _covered_in_c(logits, scores, k)
         and (banned is None or in_memory(banned, dtype=torch.int32))
     )
-    backend = chosen("kbest", able, able_in_c, logits, scores, bias, banned, forced)
+    backend = chosen("kbest", supported, able_in_c, logits, scores, bias, banned, forced)
     if backend is TRITON:
         best = kernels.run(
             logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan
@@ -284,8 +284,10 @@ def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
             f"{tuple(scores.shape)} (B, M)"
         )
     _, m, v = log_probs.shape
-    able = lambda: 1 <= k <= m * v and covered(log_probs, scores, k)  # noqa: E731
-    backend = chosen("kbest", able, lambda: _covered_in_c(log_probs, scores, k), log_probs, scores)
+    supported = lambda: 1 <= k <= m * v and covered(log_probs, scores, k)  # noqa: E731
+    backend = chosen(
+        "kbest", supported, lambda: _covered_in_c(log_probs, scores, k), log_probs, scores
+    )
     if backend is TRITON:
         return kernels.run(log_probs, scores, k, normalised=True)[:2]
     return _ranked(backend, log_probs, scores, k)
@@ -302,10 +304,10 @@ def argmax(logits: Tensor) -> Tensor:
     Of equal logits the lowest token wins; in a row with NaN, the first NaN. No probability is
     computed (Hoang et al. 2018, algorithm 5). Traffic: one read of the logits.
     """
-    able = lambda: (  # noqa: E731
+    supported = lambda: (  # noqa: E731
         logits.dtype != torch.float64 and logits.stride(-1) == 1 and len(logits) <= MOST_COUNTED
     )
-    if use_triton("argmax", able, logits):
+    if use_triton("argmax", supported, logits):
         return kernels.argmax(logits)
     if logits.device.type != "cpu":
         return torch.argmax(logits, -1)

@@ -153,8 +153,8 @@ def ngram_mask(
     """
     texts = _checked(ids, ids, n, source)
     starts = texts.shape[1] - n + 1
-    able = lambda: 0 < starts <= ONE_PROGRAM and ids.shape[1] >= n - 1  # noqa: E731
-    if not (runs_kernels(ids) and able() and use_triton("ngram_block", able, ids, texts)):
+    supported = lambda: 0 < starts <= ONE_PROGRAM and ids.shape[1] >= n - 1  # noqa: E731
+    if not (runs_kernels(ids) and supported() and use_triton("ngram_block", supported, ids, texts)):
         return ngram_mask_(
             empty_mask(ids.shape[0], vocabulary, ids.device), ids, n, vocabulary, source, length
         )

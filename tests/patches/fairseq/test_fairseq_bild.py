@@ -20,7 +20,7 @@ from fairseq import utils
 from fairseq.data import Dictionary
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 
-from fastgen.decoding.speculative.adaptive_drafting import Pace, pace_of
+from fastgen.decoding.speculative.adaptive_drafting import DraftTiming, timing_of
 from fastgen.decoding.speculative.bild import Bild, Counts
 from fastgen.patches.fairseq.bild import bild as fairseq_bild
 from tests.support import fairseq_zoo as zoo
@@ -224,9 +224,9 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(
     )
     with fastgen.bild(small, lossless=True) as drafting:
         first, _ = zoo.call([large], sample, options)
-        pace = pace_of(large, small, None, 9)
-        assert pace.total > 0, "the first call goes by the clock"
-        pace.lost, before, spent = 1e6, dict(drafting.counts), pace.total
+        timing = timing_of(large, small, None, 9)
+        assert timing.total > 0, "the first call goes by the clock"
+        timing.lost, before, spent = 1e6, dict(drafting.counts), timing.total
         with monkeypatch.context() as patch:
             patch.setattr(Bild, "run", lambda _: pytest.fail("it has decoded together"))
             rested, _ = zoo.call([large], sample, options)
@@ -238,13 +238,13 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(
         assert one["attention"].shape == other["attention"].shape
         for field in ("score", "positional_scores"):
             torch.testing.assert_close(one[field], other[field], atol=1e-5, rtol=1e-6)
-    assert pace.total > spent
+    assert timing.total > spent
     took = {count: drafting.counts[count] - before[count] for count in before}
     tokens = sum(len(hypothesis["tokens"]) for (hypothesis,) in rested)
     assert took == dict.fromkeys(took, 0) | {"tokens": tokens, "large_calls": tokens}
-    whole = pace._calls.alone
+    whole = timing._calls.alone
     assert whole is not None
-    assert whole * tokens > pace.total - spent, "the call takes longer than its steps"
+    assert whole * tokens > timing.total - spent, "the call takes longer than its steps"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -278,7 +278,7 @@ def test_rows_are_what_they_are_alone() -> None:
         assert_like(generated(large, {"net_input": alone}, small, **asked)[0], [text])
 
 
-class Late(Pace):
+class Late(DraftTiming):
     """A pace that starts drafting in the seventh round."""
 
     rounds = 0
@@ -295,7 +295,7 @@ class Late(Pace):
 def test_drafts_that_begin_when_texts_have_left(
     drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fairseq_bild, "pace_of", lambda *_: Late())
+    monkeypatch.setattr(fairseq_bild, "timing_of", lambda *_: Late())
     large, small = pair("prenorm", 1)
     sample, options = zoo.batch(24, 9, seed=3), {"beam_size": 1, "max_len_b": 20}
     with fastgen.disabled():

@@ -44,7 +44,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for part in ("encoder", "decoder"):
         for size, value in {"embed_dim": 32, "ffn_embed_dim": 48}.items():
             monkeypatch.setitem(zoo._SIZES, f"{part}_{size}", value)
-    monkeypatch.setattr(packed_weights, "OFTEN", 1)
+    monkeypatch.setattr(packed_weights.Packed, "uses_to_pack", 1)
     calls.clear()
     yield
     packed_weights.release()

@@ -24,7 +24,7 @@ from fastgen.context import changed
 from fastgen.decoding.plan import Plan, Unsupported
 from fastgen.decoding.search.stopping import Stop
 from fastgen.decoding.speculative import bild_options
-from fastgen.decoding.speculative.adaptive_drafting import Pace, pace_of
+from fastgen.decoding.speculative.adaptive_drafting import DraftTiming, timing_of
 from fastgen.decoding.speculative.bild import Bild, Counts
 from fastgen.decoding.speculative.bild_options import Options
 from fastgen.decoding.speculative.policies import Likeliest, Noting
@@ -222,8 +222,8 @@ def rests(
     if not _adaptive(here.options):
         return False
     plan = _planned(here, generator, sample, prefix_tokens, constraints)
-    pace = _pace(generator, here.options, plan.sentences)
-    return pace is not None and pace.total > 0.0 and not pace.may_draft()
+    timing = _timing(generator, here.options, plan.sentences)
+    return timing is not None and timing.total > 0.0 and not timing.may_draft()
 
 
 def of_large_alone(
@@ -245,12 +245,12 @@ def of_large_alone(
     Returns:
         The hypotheses, without attention, as `generate` returns them.
     """
-    pace = _pace(generator, here.options, len(found))
-    assert pace is not None  # implied by `rests`
+    timing = _timing(generator, here.options, len(found))
+    assert timing is not None  # implied by `rests`
     for rows, step_seconds in steps[1:]:  # without the prompt, as in rounds
-        pace.note(False, rows, rows, step_seconds)
+        timing.note(False, rows, rows, step_seconds)
     lengths = [len(hypothesis["tokens"]) for (hypothesis,) in found]
-    pace.note_call(False, sum(lengths), seconds)
+    timing.note_call(False, sum(lengths), seconds)
     _count(here, [Counts(tokens=length, large_calls=length) for length in lengths])
     return [
         [hypothesis | {"attention": torch.empty(0, dtype=torch.float32, device="cpu")}]
@@ -280,11 +280,11 @@ def _planned(
     return plan
 
 
-def _pace(generator: Any, options: Options, sentences: int) -> Pace | None:
+def _timing(generator: Any, options: Options, sentences: int) -> DraftTiming | None:
     """Return the measured costs that decide about drafting; None if every round drafts."""
     if not _adaptive(options):
         return None
-    return pace_of(generator.model.models[0], options.small, options.layers, sentences)
+    return timing_of(generator.model.models[0], options.small, options.layers, sentences)
 
 
 def _adaptive(options: Options) -> bool:
@@ -332,7 +332,7 @@ def _decode(
         fallback=options.fallback,
         max_draft=options.max_draft,
         shared=options.layers is not None,
-        pace=_pace(generator, options, plan.sentences),
+        timing=_timing(generator, options, plan.sentences),
     )
     written: list[list[int]] = cast(Any, bild_loop.run()[:, 1:]).tolist()
     texts = [

@@ -133,7 +133,7 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
     if not all(lengths):
         raise NotFused("a sentence of padding alone")
     layers = encoder_of(_bare(encoder), FAIRSEQ_ENCODER, length, of=encoder)
-    if not saves and layers.together is None:
+    if not saves and layers.run_layers is None:
         return None
     proven = outcome(layers)
     if proven is None:

@@ -16,7 +16,7 @@ from fastgen.models.cuda_graphs import graph
 from fastgen.models.cuda_graphs.graph_buffers import Reads
 from fastgen.models.cuda_graphs.replay import Opened, Replay
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_multistep_job import Prepared, is_written, prepared
+from fastgen.models.runtime.native.multistep_job import Prepared, is_written, prepared
 from fastgen.models.runtime.ragged_step import Ragged, Span
 from fastgen.models.runtime.step_inputs import Context
 from fastgen.models.specs.encoder_decoder import FAIRSEQ
@@ -78,7 +78,7 @@ class FusedDecoder:
         if (
             self.replay is not None
             and self.ready
-            and self.replay.able(len(tokens))
+            and self.replay.supported(len(tokens))
             and ancestry is not None
         ):
             return self.replay(tokens[:, -1], self._reads(ancestry))

@@ -7,7 +7,7 @@ from typing import Any
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.int8_step import is_requested, refusal
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_multistep_job import why_not_in_c
+from fastgen.models.runtime.native.multistep_job import why_not_in_c
 from fastgen.patches.engine import engine
 from fastgen.patches.fairseq import TOOLKIT
 

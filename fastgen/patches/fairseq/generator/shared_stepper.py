@@ -23,7 +23,7 @@ from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.cuda_graphs.replay import Opened, Result
 from fastgen.models.memory.scratch import Memory, memory_of
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.runtime.native.multistep_job import Prepared
 from fastgen.models.runtime.step_inputs import Context
 from fastgen.ops.selection.log_softmax import log_softmax
 from fastgen.patches.fairseq.generator.attention import Layers
@@ -316,7 +316,7 @@ class SharedStepper:
 
     def is_replayed(self, rows: int) -> bool:
         replays = [member.fused.replay for member in self._all if member.fused is not None]
-        return all(replay is not None and replay.able(rows) for replay in replays)
+        return all(replay is not None and replay.supported(rows) for replay in replays)
 
     def begin_step(self, ids: Tensor) -> list[Context]:
         """Open a step of the newest token of ids (R, L), computed jointly with other batches."""

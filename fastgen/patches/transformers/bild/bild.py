@@ -19,7 +19,7 @@ from transformers.generation import logits_process as lp
 from transformers.generation import utils as gu
 
 from fastgen.decoding.plan import Plan, Unsupported
-from fastgen.decoding.speculative.adaptive_drafting import Pace, pace_of
+from fastgen.decoding.speculative.adaptive_drafting import DraftTiming, timing_of
 from fastgen.decoding.speculative.bild import Bild, Counts
 from fastgen.decoding.speculative.bild_options import Options
 from fastgen.decoding.speculative.policies import Drawn, Likeliest, Policy, Rejection
@@ -154,7 +154,7 @@ def decode(call: Call, request: DraftingRequest) -> Any:
         max_draft=options.max_draft,
         shared=options.small is None,
         paper_compat=options.paper_compat,
-        pace=pace_for(call, options),
+        timing=timing_for(call, options),
         on_tokens=None
         if streamer is None
         else lambda _, tokens: streamer.put(torch.tensor(tokens, dtype=torch.int64, device="cpu")),
@@ -174,12 +174,12 @@ def decode(call: Call, request: DraftingRequest) -> Any:
     return returned(call, config.return_dict_in_generate, sequences, by_name(bild.counts))
 
 
-def pace_for(call: Call, options: Options) -> Pace | None:
+def timing_for(call: Call, options: Options) -> DraftTiming | None:
     """Return the costs by which a call decides whether to draft; None if it always drafts."""
     by_default = options.lossless and not call.config.do_sample
     adaptive = by_default if options.adaptive is None else options.adaptive
     return (
-        pace_of(call.model, options.small, options.layers, len(call.input_ids))
+        timing_of(call.model, options.small, options.layers, len(call.input_ids))
         if adaptive
         else None
     )

@@ -24,14 +24,14 @@ def rests(call: Call, request: bild.DraftingRequest) -> bool:
     Raises:
         ValueError: Big-little decoding does not support the call.
     """
-    pace = bild.pace_for(call, request.options)
+    timing = bild.timing_for(call, request.options)
     same_output = not (
         call.config.do_sample
         or request.options.paper_compat
         or call.scored
         or call.wanted is not None
     )
-    if pace is None or not same_output or pace.total == 0.0 or pace.may_draft():
+    if timing is None or not same_output or timing.total == 0.0 or timing.may_draft():
         return False
     bild.check(call, request)
     return True
@@ -62,10 +62,10 @@ def of_large_alone(
         report: Report of the call.
         seconds: Duration of the call.
     """
-    request.decoded, pace = True, bild.pace_for(call, request.options)
-    assert pace is not None  # `rests` returned True
+    request.decoded, timing = True, bild.timing_for(call, request.options)
+    assert timing is not None  # `rests` returned True
     for rows, step_seconds in report.steps:
-        pace.note(False, rows, rows, step_seconds)
+        timing.note(False, rows, rows, step_seconds)
     generated: list[list[int]] = cast(Any, sequences[:, call.input_ids.shape[1] :]).tolist()
     eos = stop_of(call.stopping_criteria).eos
     ends: set[int] = set() if eos is None else set(cast(Any, eos).tolist())
@@ -73,6 +73,6 @@ def of_large_alone(
         next((n for n, token in enumerate(text, 1) if token in ends), len(text))
         for text in generated
     ]
-    pace.note_call(False, sum(lengths), seconds)
+    timing.note_call(False, sum(lengths), seconds)
     counts = bild.by_name([Counts(tokens=length, large_calls=length) for length in lengths])
     return bild.returned(call, as_dict, sequences, counts)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.decoding.backends.drafted_greedy import Drafting
-from fastgen.decoding.speculative.adaptive_drafting import Pace
+from fastgen.decoding.speculative.adaptive_drafting import DraftTiming
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.decoding.speculative.drafts import Longest
 from fastgen.decoding.speculative.self_draft import SelfDraft
@@ -46,22 +46,22 @@ class SelfDrafts(Kept):
     """Costs and acceptance of a model's own drafts, by the number of texts as a power of two."""
 
     def __init__(self) -> None:
-        self.by_texts: dict[int, tuple[Pace, DraftLength]] = {}
+        self.by_texts: dict[int, tuple[DraftTiming, DraftLength]] = {}
 
-    def of(self, texts: int) -> tuple[Pace, DraftLength]:
+    def of(self, texts: int) -> tuple[DraftTiming, DraftLength]:
         """Return those of calls with about this number of texts."""
         known = self.by_texts.get(texts.bit_length())
         if known is None:
-            pace = Pace()
-            pace.note_start(0.0, 1)  # the drafts have no prompt of their own
-            known = self.by_texts[texts.bit_length()] = pace, DraftLength(LONGEST)
+            timing = DraftTiming()
+            timing.note_start(0.0, 1)  # the drafts have no prompt of their own
+            known = self.by_texts[texts.bit_length()] = timing, DraftLength(LONGEST)
         return known
 
     @property
     def total(self) -> float:
         """Seconds of all rounds so far."""
         # A call in another thread may add some meanwhile.
-        return sum(pace.total for pace, _ in list(self.by_texts.values()))
+        return sum(timing.total for timing, _ in list(self.by_texts.values()))
 
 
 def drafting_of(call: Call, step: DecoderStep | None, source: Tensor | None) -> Drafting | None:
@@ -77,10 +77,10 @@ def drafting_of(call: Call, step: DecoderStep | None, source: Tensor | None) -> 
     if step is None or why_not_self(call, step):
         return drafting
     known = state_of(call.model).of(SelfDrafts)
-    pace, length = known.of(len(call.input_ids))
+    timing, length = known.of(len(call.input_ids))
     packing = int8_bytes(step) * step.dtype.itemsize / PACKING_RATE
     if not is_asked and PACKING_SHARE * known.total < packing:
-        return Drafting(None, length, pace)
+        return Drafting(None, length, timing)
     rounded = int8_step(step)
     if rounded is None:
         return drafting
@@ -88,7 +88,7 @@ def drafting_of(call: Call, step: DecoderStep | None, source: Tensor | None) -> 
     if drafting is not None and drafting.draft is not None:
         drafting.draft = Longest([drafting.draft, own])
         return drafting
-    return Drafting(own, length, None if is_asked else pace)
+    return Drafting(own, length, None if is_asked else timing)
 
 
 def why_not_self(call: Any, step: DecoderStep) -> str:
@@ -104,7 +104,7 @@ def why_not_self(call: Any, step: DecoderStep) -> str:
         return "prompt lookup drafts"
     if texts > (most := MOST_TEXTS[settings.self_draft]):
         return f"{texts} texts, more than {most}"
-    if step.together is None:
+    if step.run_layers is None:
         return "decode steps are not written in C"
     outgrown = weight_bytes(step) >= OUTGROWN * processor.last_level_cache()
     if settings.self_draft == "auto" and not outgrown:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.runtime.native.multistep_job import Prepared
 from fastgen.ops import native
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
 

@@ -130,7 +130,7 @@ def _encode(module: Any, spec: Stack, ids: Tensor, visible: Tensor | None) -> Te
     if not (saves or may_run_in_c(module)):
         raise Slower(LITTLE)
     encoder = encoder_of(module, spec, length)
-    if not saves and encoder.together is None:
+    if not saves and encoder.run_layers is None:
         raise Slower(LITTLE)
     if visible is not None and encoder.biased and _is_parted(visible):
         raise NotFused("padding between tokens")

@@ -120,7 +120,7 @@ class CapturedModules:
         self._repeated = graph.CapturedFunction()
         self._setting: _Setting | None = None
 
-    def able(self, rows: int) -> bool:
+    def supported(self, rows: int) -> bool:
         """Return whether the next step, of `rows` rows, should run here."""
         known = self._setting is not None and len(self._setting.tokens) == rows
         return self.refused is None and (

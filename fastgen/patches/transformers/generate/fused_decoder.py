@@ -17,7 +17,7 @@ from fastgen.models.cuda_graphs import graph
 from fastgen.models.cuda_graphs.graph_buffers import Reads
 from fastgen.models.cuda_graphs.replay import Opened, Replay
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_multistep_job import Prepared, is_written, prepared
+from fastgen.models.runtime.native.multistep_job import Prepared, is_written, prepared
 from fastgen.models.runtime.ragged_step import Ragged, Span
 from fastgen.models.runtime.step_inputs import Context
 from fastgen.models.specs.registry import spec_of
@@ -213,7 +213,7 @@ class FusedDecoder:
         Returns:
             Logits (R, V), fp32; of the model's dtype if the step is captured.
         """
-        if self.replay is not None and self.ready and self.replay.able(len(ids)):
+        if self.replay is not None and self.ready and self.replay.supported(len(ids)):
             return self.replay(ids[:, -1], self._reads)[0]
         if not self.seeing:
             return self.step(ids[:, -1], self.context()).float()

@@ -6,18 +6,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.decoding.backends.drafted_greedy import Drafting
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import (
     by_modules,
-    first_outcome,
-    first_verdict,
     outcome,
     trial,
-    tried,
     verdict,
 )
 from fastgen.models.build.int8_step import step_to_run
@@ -26,9 +23,8 @@ from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.cuda_graphs.replay import Opened, Result, not_captured
 from fastgen.models.layers.attention import BeamAttention
 from fastgen.models.memory.scratch import memory_of
-from fastgen.models.runtime import first_token
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_multistep_job import Prepared
+from fastgen.models.runtime.native.multistep_job import Prepared
 from fastgen.models.runtime.step_inputs import Context
 from fastgen.models.state import state_of
 from fastgen.ops import native
@@ -38,9 +34,10 @@ from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.drafting.rounded_stepper import RoundedStepper
 from fastgen.patches.transformers.generate.captured_module_step import CapturedModules
-from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder, source_mask
+from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.report import CallReport
+from fastgen.patches.transformers.generate.shared_prefill import SharedPrefill
 from fastgen.patches.transformers.planning import common_prompt
 from fastgen.patches.transformers.planning.decide import reason_not_to_capture
 from fastgen.patches.transformers.planning.sharing import (
@@ -78,7 +75,6 @@ class SharedStepper(ModuleStepper):
         captured: Capture of the modules' steps; None if they are not captured.
         alone: Whether the modules cannot run over the shared cache with several beams.
         drafting: How the next tokens are drafted; None if they are not.
-        first_proven: Outcome of the equivalence check of fused prefill; None if it has not run.
     """
 
     def __init__(
@@ -110,9 +106,9 @@ class SharedStepper(ModuleStepper):
         self._steps = 0  # generated tokens in the cache before the last `verify`
         self._behind = 0  # replayed steps that `kwargs` do not count yet
         self.alone = plan.beams > 1 and has_own_attention(model)
-        self.first_proven = None if step is None else first_outcome(step)
-        if step is not None and self.first_proven is not None and outcome(step):
-            self.of_weights = step_to_run(step)
+        self._prefill = SharedPrefill(model, plan, generation_config, step)
+        if step is not None and self._prefill.proven is not None and outcome(step):
+            self.of_weights = self._prefill.step = step_to_run(step)
 
     @property
     def returned_cache(self) -> Any:
@@ -133,13 +129,12 @@ class SharedStepper(ModuleStepper):
         """
         cache, step = self.cache, self.of_weights
         assert cache is not None
-        if not (step is not None and self.first_proven and outcome(step)):
+        if not (step is not None and self._prefill.proven and outcome(step)):
             return False
         kwargs: dict[str, Any] = self.kwargs
-        if not self._is_first_token(cache, step, kwargs):
+        if not self._prefill.is_first_token(cache, self.input_ids.shape[1], kwargs):
             return False
-        states: Tensor = kwargs["encoder_outputs"][0]
-        _make_room(cache, step, states)
+        self._prefill.reserve(cache, kwargs["encoder_outputs"][0])
         cache.begin_decoding()
         self.fused = FusedDecoder(step, self.model, cache, self.kwargs)
         return True
@@ -153,7 +148,7 @@ class SharedStepper(ModuleStepper):
                 self.input_ids, self.kwargs, self.plan.common, m
             )
         first = {name: _every(m, value) for name, value in self.kwargs.items()}
-        outputs = self._prompt(self.cache, ids, first)
+        outputs = self._prefill(self.cache, ids, first)
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
         if self.cache.has_gaps:
@@ -168,52 +163,6 @@ class SharedStepper(ModuleStepper):
         elif self.plan.graphs:
             self.captured = CapturedModules(self.model, self.cache)
         return logits
-
-    def _prompt(self, cache: SharedCache, ids: Tensor, kwargs: dict[str, Any]) -> Any:
-        """Run prefill and return the outputs of the model's forward, or equivalent fused outputs.
-
-        Args:
-            ids: (B, P) int64, the prompts.
-            kwargs: Arguments of the forward, at B rows.
-        """
-        step = self.of_weights
-        if self.plan.common:
-            return common_prompt.prefill(self.model, ids, kwargs, self.plan, cache)
-        if step is None or not self._is_first_token(cache, step, kwargs):
-            return compat.prefill(self.model, ids, self.config, kwargs)
-        states, mask = kwargs["encoder_outputs"][0], source_mask(self.model, kwargs, step.dtype)
-        if self.first_proven:
-            _make_room(cache, step, states)
-            text, source = (
-                [(layer.keys, layer.values) for layer in of] for of in (cache.text, cache.source)
-            )
-            logits = step(ids[:, 0], first_token.first_token(text, source, mask))
-            return Seq2SeqLMOutput(
-                logits=cast(Any, logits[:, None]), **{CACHE: cast(Any, cache.as_seen)}
-            )
-        outputs: Any = compat.prefill(self.model, ids, self.config, kwargs)
-        if self.first_proven is None:
-            attempt = tried(lambda: first_token.all_made(step, ids[:, 0], states, mask), step.dtype)
-            own = [
-                each
-                for layer in (*cache.text, *cache.source)
-                for each in (layer.keys, layer.values)
-            ]
-            first_verdict(step, attempt, [outputs.logits[:, -1], *own])
-        return outputs
-
-    def _is_first_token(
-        self, cache: SharedCache, step: DecoderStep, kwargs: Mapping[str, Any]
-    ) -> bool:
-        """Return whether the prompt is one token after a source and only its logits are needed."""
-        states, mask = kwargs.get("encoder_outputs"), kwargs.get("decoder_attention_mask")
-        return (
-            self.input_ids.shape[1] == 1 and not cache.text and states is not None and mask is None
-            and self.outputs is None and not kwargs.get("output_hidden_states")
-            and first_token.able(step)
-            # Chunked prefill runs without the source's mask.
-            and getattr(self.config, "prefill_chunk_size", None) is None
-        )  # fmt: skip
 
     def prove(self, logits: Tensor) -> None:
         """After prefill, ensure that decode steps are fused.
@@ -243,7 +192,7 @@ class SharedStepper(ModuleStepper):
                 self.cache is not None
                 and self.captured is not None
                 and self._began
-                and self.captured.able(len(ids))
+                and self.captured.supported(len(ids))
             ):
                 return self._of_captured(self.cache, self.captured, ids)
             return super().step(ids)
@@ -356,7 +305,7 @@ class SharedStepper(ModuleStepper):
     def is_replayed(self, rows: int) -> bool:
         """Return whether the next step, of `rows` rows, is captured or replayed."""
         assert self.fused is not None
-        return self.fused.replay is not None and self.fused.replay.able(rows)
+        return self.fused.replay is not None and self.fused.replay.supported(rows)
 
     def begin_step(self, ids: Tensor) -> list[Context]:
         """Open a step for the newest token of ids (R, L), to run jointly with other calls."""
@@ -527,18 +476,6 @@ class SharedStepper(ModuleStepper):
         if self.cache is None:
             return super()._kv_bytes()
         return self.cache.peak_nbytes, self.cache.stock_nbytes
-
-
-def _make_room(cache: SharedCache, step: DecoderStep, states: Tensor) -> None:
-    """Compute and store cross-attention KV, and reserve room for the first token's KV.
-
-    Args:
-        states: (B, S, C), the encoder's output.
-    """
-    for layer, kept in enumerate(first_token.source_of(step, states)):
-        cache.keep_source(layer, *kept)
-    for layer, kept in enumerate(first_token.room_of(step, len(states))):
-        cache.keep_text(layer, *kept)
 
 
 def _every(m: int, value: Any) -> Any:

@@ -15,7 +15,7 @@ from fastgen.decoding.kv_cache.common_prefix import begin_alike, is_on_the_left,
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import outcome
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_multistep_job import why_not_in_c
+from fastgen.models.runtime.native.multistep_job import why_not_in_c
 from fastgen.ops import native
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache

@@ -13,7 +13,7 @@ from fastgen.models.build.equivalence_check import by_modules
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.cuda_graphs import graph, replay
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native_multistep_job import why_not_in_c
+from fastgen.models.runtime.native.multistep_job import why_not_in_c
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of

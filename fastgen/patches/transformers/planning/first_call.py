@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgen.models.build.equivalence_check import outcome
 from fastgen.models.build.introspection import NotFused
-from fastgen.models.layers.packed_weights import OFTEN
+from fastgen.models.layers.packed_weights import Packed
 from fastgen.models.routing import routes
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.state import Kept, kept_of, state_of
@@ -42,7 +42,7 @@ def packed(model: Any, step: DecoderStep, input_ids: Tensor, new_tokens: int) ->
         NotFused: The call leaves the packing to the next one.
     """
     if (
-        new_tokens < OFTEN
+        new_tokens < Packed.uses_to_pack
         and len(input_ids) <= _ROWS
         and input_ids.device.type == "cpu"
         and kept_of(model, Called) is None

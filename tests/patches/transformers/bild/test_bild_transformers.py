@@ -19,7 +19,7 @@ from transformers.generation import logits_process as lp
 
 import fastgen
 from fastgen import config
-from fastgen.decoding.speculative.adaptive_drafting import Pace, pace_of
+from fastgen.decoding.speculative.adaptive_drafting import DraftTiming, timing_of
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.ragged_step import Span
 from fastgen.models.specs.registry import SPECS
@@ -283,7 +283,7 @@ def test_rows_are_what_they_are_alone() -> None:
         assert generated(large, alone, **options) == [together[row]]
 
 
-class _Late(Pace):
+class _Late(DraftTiming):
     """A pace that starts drafting in the seventh round."""
 
     rounds = 0
@@ -300,7 +300,7 @@ class _Late(Pace):
 def test_drafts_that_begin_when_texts_have_left(
     early_exit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers_bild, "pace_of", lambda *_: _Late())
+    monkeypatch.setattr(transformers_bild, "timing_of", lambda *_: _Late())
     large, small = pair("marian", seed=6)
     inputs, drafts = (
         zoo.batch(large, 24, 9),
@@ -832,9 +832,9 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
         "lossless": True,
     }
     first = large.generate(**inputs, **call, return_dict_in_generate=True)
-    pace = pace_of(large, small, None, 5)
-    assert pace.total > 0, "the first call goes by the clock"
-    pace.lost, before = 1e6, counts()
+    timing = timing_of(large, small, None, 5)
+    assert timing.total > 0, "the first call goes by the clock"
+    timing.lost, before = 1e6, counts()
     rested = large.generate(**inputs, **call, return_dict_in_generate=True)
     report = last_call()
     assert report is not None
@@ -849,16 +849,16 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(family: str) -> Non
     assert after["bild"]["tokens"] - before["bild"]["tokens"] == 2 * int(
         rested.bild["tokens"].sum()
     )
-    whole, spent = pace._calls.alone, pace.total
+    whole, spent = timing._calls.alone, timing.total
     assert whole is not None
     assert whole > 0
-    pace.lost = 0.0
-    next(iter(pace._costs.values())).pays = True
+    timing.lost = 0.0
+    next(iter(timing._costs.values())).pays = True
     large.generate(**inputs, **call)
     report = last_call()
     assert report is not None
     assert report.plan.method == "big-little decoding", "drafts pay by now"
-    assert pace.total > spent
+    assert timing.total > spent
 
 
 @pytest.mark.parametrize("by", ["model", "layers"])
@@ -908,7 +908,7 @@ def test_a_resting_call_raises_what_any_other_does() -> None:
     inputs = zoo.batch(large, 2, 7)
     call = {"max_new_tokens": NEW, "num_beams": 1, "assistant_model": small, "lossless": True}
     large.generate(**inputs, **call)
-    pace_of(large, small, None, 2).lost = 1e6
+    timing_of(large, small, None, 2).lost = 1e6
     with pytest.raises(ValueError, match="output_scores=True is not possible"):
         large.generate(**inputs, **call, return_dict_in_generate=True, output_scores=True)
     large.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: None)

@@ -36,7 +36,7 @@ from fastgen.decoding.logits.token_ban import OnlyToken, TokenBan
 from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search import beam_search, sampling
 from fastgen.decoding.search.near_ties import closest_decision
-from fastgen.models.runtime import native_step
+from fastgen.models.runtime.native import step as native_step
 from fastgen.ops import native
 from fastgen.ops.counts import calls
 from fastgen.ops.native import search as c
@@ -566,18 +566,18 @@ def test_how_long_the_same_is_banned() -> None:
     assert steps(ForcedTokens(torch.tensor([7]), lambda length: length == 9)) == 4
     assert steps(NGramBlock(2), TokenBan(torch.tensor([7]))) == 25
     penalty = RepetitionPenalty(1.2, 0, lambda ids, scores: scores)
-    assert not native_multistep.able(stop, [penalty])
-    assert native_multistep.able(stop, [penalty], updates_scores=True)
+    assert not native_multistep.supported(stop, [penalty])
+    assert native_multistep.supported(stop, [penalty], updates_scores=True)
     extreme = RepetitionPenalty(1e39, 0, lambda ids, scores: scores)
-    assert not native_multistep.able(stop, [extreme], updates_scores=True)
+    assert not native_multistep.supported(stop, [extreme], updates_scores=True)
     for biases, covered in (
         ({(5,): 2.0}, True),
         ({(5, 7): 2.0}, False),
         ({(5,): -torch.inf}, False),
     ):
         bias = SequenceBias(biases)
-        assert native_multistep.able(stop, [bias], updates_scores=True) == covered
-    assert not native_multistep.able(
+        assert native_multistep.supported(stop, [bias], updates_scores=True) == covered
+    assert not native_multistep.supported(
         native_multistep.Stop(torch.tensor([2]), [lambda _: False]), []
     )
 

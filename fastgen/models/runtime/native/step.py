@@ -12,20 +12,19 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from fastgen.models.comparison import comparison
 from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.positions import turned_once
-from fastgen.models.runtime.encoder import EncoderSelfAttention, Sentences
 from fastgen.models.runtime.joint_step import Joint
-from fastgen.models.runtime.native_records import Records, Rows, are_written
+from fastgen.models.runtime.native.layers import is_left_to_torch, strides, supports_sublayers
+from fastgen.models.runtime.native.records import Records, Rows
 from fastgen.models.runtime.ragged_step import Ragged
 from fastgen.models.runtime.step_inputs import Context, StepInputs
 from fastgen.models.runtime.sublayers import FeedForward, SelfAttention, Sublayer
 from fastgen.ops import native
-from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.dispatch import chosen, in_c, plain, unsupported
 from fastgen.ops.native import step as c
 
-Together = Callable[[Tensor, Tensor, StepInputs], Tensor | None]
+RunLayers = Callable[[Tensor, Tensor, StepInputs], Tensor | None]
 """Function that runs all sublayers, given their input, the residual stream and the step's inputs.
 
 It returns the input of the head (R, C), or None if it does not support the step. It may overwrite
@@ -42,7 +41,7 @@ Reference = weakref.ReferenceType[Tensor] | None
 """A weak reference to a tensor."""
 
 
-def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None:
+def native_step(sublayers: Sequence[Sublayer], norm_first: bool) -> RunLayers | None:
     """Return a function that runs the sublayers of a decode step in C, for the duration of a call.
 
     Args:
@@ -52,106 +51,13 @@ def together(sublayers: Sequence[Sublayer], norm_first: bool) -> Together | None
     Returns:
         The function; None if C does not implement the sublayers.
     """
-    if not are_written(sublayers):
+    if not supports_sublayers(sublayers):
         return None
     records = Records(sublayers, norm_first)
     mixers = [sublayer.mixer for sublayer in sublayers]
     in_fp32 = any(isinstance(mixer, SelfAttention) and mixer.rotates_fp32 for mixer in mixers)
     # C rotates in the model's dtype.
-    return None if in_fp32 and records.dtype != torch.float32 else InC(records)
-
-
-def encoded_together(
-    sublayers: Sequence[Sublayer], norm_first: bool
-) -> "Callable[[Tensor, Tensor, Sentences], Tensor | None] | None":
-    """Return a function that runs the sublayers of an encoder in C; as `together`."""
-    return EncoderInC(Records(sublayers, norm_first)) if are_written(sublayers) else None
-
-
-class EncoderInC:
-    """The sublayers of an encoder in C.
-
-    The library treats each group of sentences of equal length as a call of its own.
-    """
-
-    def __init__(self, records: Records) -> None:
-        self.records = records
-        self.attending: list[EncoderSelfAttention] = [
-            sublayer.mixer
-            for sublayer in records.sublayers
-            if isinstance(sublayer.mixer, EncoderSelfAttention)
-        ]
-
-    def __call__(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor | None:
-        """Run the sublayers without changing x (R, C) or stream (R, C).
-
-        Returns:
-            The output (R, C); None if C does not support these inputs.
-        """
-        records, by = self.records, native.library()
-        if (
-            by is None
-            or _is_left_to_torch(x)
-            or sentences.first is not None
-            or any(group.padding for group in sentences.groups)
-        ):
-            return None
-        able = lambda: (  # noqa: E731
-            self._covers(x, stream, sentences)
-            and records.fits(x, stream)
-            and records.ready(by, lambda _: 0)
-        )
-        if not in_c(chosen("encoder", never, able, x)):
-            return None
-        dtype, x, stream = x.dtype, _copied(x), _copied(stream) if records.norm_first else stream
-        masks = [
-            None if mixer.bias is None else mixer.bias.table.float() for mixer in self.attending
-        ]
-        calls = [Rows(group.sentences, group.tokens) for group in sentences.groups]
-        seen = (c.Seen * (len(self.attending) * len(calls)))()
-        for i, mask in enumerate(masks):
-            if mask is not None:
-                for at in seen[i * len(calls) : (i + 1) * len(calls)]:
-                    at.mask, (_, at.mask_h, at.mask_m) = mask.data_ptr(), _strides(mask)
-        work = max(call.sentences * call.beams**2 for call in calls) * max(
-            mixer.heads * mixer.dims for mixer in self.attending
-        )
-        records.run(by, x, stream, seen, calls, work)
-        return x.to(dtype)
-
-    def _covers(self, x: Tensor, stream: Tensor, sentences: Sentences) -> bool:
-        """Return whether x has a row for each token, and biases cover all pairs of tokens."""
-        longest = max((group.tokens for group in sentences.groups), default=0)
-        dtype = self.records.dtype
-        if not plain(x, stream, dtype=dtype) or x.shape[0] != sentences.tokens or not longest:
-            return False
-        for mixer in self.attending:
-            if mixer.bias is not None:
-                table = mixer.bias.table
-                heads, *tokens = table.shape[1:]
-                if not (
-                    plain(table.detach(), dtype=dtype)
-                    and heads in (1, mixer.heads)
-                    and len(table) == 1
-                    and min(tokens) >= longest
-                ):
-                    return False
-        return True
-
-
-def _is_left_to_torch(x: Tensor) -> bool:
-    """Return whether torch runs the sublayers for rows (R, C).
-
-    It is the faster way for many rows in half precision, and perturbs them in an equivalence check.
-    """
-    return len(x) > native.most_rows(x.dtype) or (
-        (compared := comparison.get()) is not None and compared.rounding is not None
-    )
-
-
-def _copied(x: Tensor) -> Tensor:
-    """Return a contiguous fp32 copy."""
-    return x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    return None if in_fp32 and records.dtype != torch.float32 else NativeStep(records)
 
 
 class _Place(NamedTuple):
@@ -163,8 +69,8 @@ class _Place(NamedTuple):
     layer: Any
 
 
-class InC:
-    """The sublayers of a decode step in C; the function that `together` returns."""
+class NativeStep:
+    """The sublayers of a decode step in C; as `native_step` returns it."""
 
     def __init__(self, records: Records) -> None:
         self.records = records
@@ -183,13 +89,13 @@ class InC:
 
     def __call__(self, x: Tensor, stream: Tensor, context: StepInputs) -> Tensor | None:
         parts, by = _parts(context), native.library()
-        if parts is None or by is None or _is_left_to_torch(x):
+        if parts is None or by is None or is_left_to_torch(x):
             return None
         places = self._places(parts)
         heads = lambda layer: parts[0].source[layer].keys.shape[1]  # noqa: E731
         calls = [_rows(part) for part in parts]
         rows, turned = sum(call.sentences * call.beams for call in calls), list[Tensor | None]()
-        able = lambda: (  # noqa: E731
+        supported = lambda: (  # noqa: E731
             plain(x, stream, dtype=self.records.dtype)
             and len(x) == rows
             and x.is_contiguous()
@@ -197,9 +103,9 @@ class InC:
             and self._covers(places, 1)
             and self.records.fits(x, stream)
             and self.records.ready(by, heads)
-            and self._turn(context, x, turned)
+            and self._rotate(context, x, turned)
         )
-        if not in_c(chosen("decoder_step", never, able, x)):
+        if not in_c(chosen("decoder_step", unsupported, supported, x)):
             return None
         held, dtype = [*turned, *self._open(parts, places)], x.dtype
         x, stream = x.float(), stream.float()
@@ -207,7 +113,7 @@ class InC:
         del held  # Kept alive until C has read it.
         return x.to(dtype)
 
-    def several(
+    def prepare_steps(
         self, by: native.Library, context: Context, mask: Tensor | None, steps: int
     ) -> list[Tensor | None] | None:
         """Prepare decode steps of one call, before any of their slots is reserved.
@@ -233,7 +139,7 @@ class InC:
         }
         biases = {key: context.biases(bias, steps).float() for key, bias in added.items()}
         held: list[Tensor | None] = []
-        if not self._covers_steps(context, mask, biases, steps) or not self._turn_several(
+        if not self._covers_steps(context, mask, biases, steps) or not self._rotate_steps(
             context, steps, held
         ):
             return None
@@ -253,14 +159,14 @@ class InC:
                 read = read if read.stride(3) == 1 else read.contiguous()
                 held.append(read)
                 at.mask = read.data_ptr()
-                at.mask_b, at.mask_h, at.mask_m = _strides(read)
+                at.mask_b, at.mask_h, at.mask_m = strides(read)
             if of_text and mixer.bias is not None:
                 bias = biases[id(mixer.bias)]
                 at.bias = bias.data_ptr()
-                at.bias_b, at.bias_h, at.bias_step = _strides(bias)
+                at.bias_b, at.bias_h, at.bias_step = strides(bias)
         return [*held, *biases.values()]
 
-    def most(self, context: Context, steps: int) -> int:
+    def steps_within(self, context: Context, steps: int) -> int:
         """Return how many of `steps` steps one job may have, so that its bias tables stay small."""
         heads = [
             mixer.heads
@@ -389,7 +295,7 @@ class InC:
             self._checked[i] = weakref.ref(keys)
         return True
 
-    def _turn(self, context: StepInputs, x: Tensor, held: list[Tensor | None]) -> bool:
+    def _rotate(self, context: StepInputs, x: Tensor, held: list[Tensor | None]) -> bool:
         """Write the rotation of this step's queries and keys to the records.
 
         Args:
@@ -401,10 +307,10 @@ class InC:
             Whether C can read the rotation.
         """
         rotation = lambda rotary: context.rotation(rotary, x)  # noqa: E731
-        return self._turned(rotation, lambda cosine: cosine.shape[0] > 1, (1, len(x)), held)
+        return self._rotated(rotation, lambda cosine: cosine.shape[0] > 1, (1, len(x)), held)
 
-    def _turn_several(self, context: Context, steps: int, held: list[Tensor | None]) -> bool:
-        """Write the rotation of several steps, concatenated, to the records; as `_turn`."""
+    def _rotate_steps(self, context: Context, steps: int, held: list[Tensor | None]) -> bool:
+        """Write the rotation of several steps, concatenated, to the records; as `_rotate`."""
         position, known = context.position, dict[int, tuple[Tensor, Tensor]]()
         apart = isinstance(position, Tensor)  # Whether rows of a step may differ.
         if isinstance(position, Tensor) and position.shape != (
@@ -421,16 +327,16 @@ class InC:
         ).flatten()
         like = torch.empty(0, dtype=self.records.dtype, device="cpu")
         rotation = lambda rotary: turned_once(known, rotary, positions, like)  # noqa: E731
-        return self._turned(rotation, lambda _: apart, (len(positions),), held)
+        return self._rotated(rotation, lambda _: apart, (len(positions),), held)
 
-    def _turned(
+    def _rotated(
         self,
         rotation: Callable[[Any], tuple[Tensor, Tensor]],
         apart: Callable[[Tensor], bool],
         rows: Sequence[int],
         held: list[Tensor | None],
     ) -> bool:
-        """Write a rotation to the records; see `_turn`.
+        """Write a rotation to the records; see `_rotate`.
 
         Args:
             rotation: Returns cosines and sines for a `Rotary`.
@@ -479,7 +385,7 @@ class InC:
                 if id(mask) not in masks:
                     readable = mask.float()
                     readable = readable if readable.stride(3) == 1 else readable.contiguous()
-                    masks[id(mask)] = readable, _strides(readable)
+                    masks[id(mask)] = readable, strides(readable)
                 readable, (at.mask_b, at.mask_h, at.mask_m) = masks[id(mask)]
                 at.mask = readable.data_ptr()
             at.weights = None
@@ -505,11 +411,6 @@ def _continue(common: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
         and first.stride()[2:] == rest.stride()[2:]
         for first, rest in zip(common, own, strict=True)
     )
-
-
-def _strides(x: Tensor) -> list[int]:
-    """Return the strides of all dimensions of x but the last; 0 for those of size 1."""
-    return [step if size > 1 else 0 for step, size in zip(x.stride()[:-1], x.shape, strict=False)]
 
 
 def _parts(context: StepInputs) -> Sequence[Part] | None:

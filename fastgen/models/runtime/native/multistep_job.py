@@ -19,11 +19,12 @@ from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.layers.packed_weights import STOPPED, has_stopped_packing, shortage_of
 from fastgen.models.runtime.decode_step import DecoderStep, Embedding
 from fastgen.models.runtime.head_bounds import bounds_of
-from fastgen.models.runtime.native_records import Rows, is_norm, norm_fits, norm_of, weight_of
-from fastgen.models.runtime.native_step import InC
+from fastgen.models.runtime.native.layers import is_norm, norm_fits, norm_of, weight_of
+from fastgen.models.runtime.native.records import Rows
+from fastgen.models.runtime.native.step import NativeStep
 from fastgen.models.runtime.step_inputs import Context
 from fastgen.ops import native
-from fastgen.ops.dispatch import chosen, in_c, never, plain
+from fastgen.ops.dispatch import chosen, in_c, plain, unsupported
 from fastgen.ops.native import search as c
 
 
@@ -71,14 +72,14 @@ def prepared(
     Returns:
         The job, possibly of fewer steps; None if C cannot run it.
     """
-    inner, embedding = step.together, step.embedding
-    assert isinstance(inner, InC)
+    inner, embedding = step.run_layers, step.embedding
+    assert isinstance(inner, NativeStep)
     beams, tokens = context.text[0].beams, embedding.tokens.data
     rows = context.sentences * beams
     head: Any = step.head
     if embedding.positions is not None:
         steps = min(steps, _rows_left(embedding, embedding.positions, context.position))
-    steps = inner.most(context, steps)
+    steps = inner.steps_within(context, steps)
     biases = head.module.bias, step.bias
     positions = None if embedding.positions is None else embedding.positions.data
     read = [each if each is None else each.data for each in (tokens, positions, *biases)]
@@ -89,7 +90,7 @@ def prepared(
         for width, x in zip((inner.records.width,) * 2 + (head.outputs,) * 2, read, strict=True)
         if x is not None
     ]
-    able = lambda: (  # noqa: E731
+    supported = lambda: (  # noqa: E731
         plain(*read, dtype=dtype)
         and all(x is None or x.stride(-1) == 1 for x in read)
         and [x.shape[-1] for x in read if x is not None] == widths
@@ -101,12 +102,12 @@ def prepared(
         steps < 1
         or rows > native.most_rows(dtype)
         or by is None
-        or not in_c(chosen("search", never, able, tokens))
+        or not in_c(chosen("search", unsupported, supported, tokens))
     ):
         return None
     if (panels := head.in_panels()) is None:
         return None
-    seen = inner.several(by, context, mask, steps)
+    seen = inner.prepare_steps(by, context, mask, steps)
     if seen is None:
         return None
     held: list[Any] = [*read, *seen, panels]
@@ -179,14 +180,14 @@ def why_not_in_c(step: DecoderStep) -> str:
         return "FASTGEN_MEMORY=0" if config.settings().memory == 0 else "FASTGEN_LINEAR=plain"
     if step.called:
         return f"a {step.called[0]} is called as a module"
-    if step.together is None:
+    if step.run_layers is None:
         return "its layers are not written in C"
-    if isinstance(step.together, InC) and (by := native.library()) is not None:
-        reason = step.together.records.why_not_packable(by)
+    if isinstance(step.run_layers, NativeStep) and (by := native.library()) is not None:
+        reason = step.run_layers.records.why_not_packable(by)
         if reason is not None:
             return reason
     products: list[Any] = [
-        *(step.together.records.products if isinstance(step.together, InC) else ()),
+        *(step.run_layers.records.products if isinstance(step.run_layers, NativeStep) else ()),
         step.head,
     ]
     shortage = shortage_of(
@@ -201,7 +202,7 @@ def is_written(step: DecoderStep) -> bool:
     return (
         type(step) is DecoderStep
         and step.embedding.called is None
-        and isinstance(step.together, InC)
+        and isinstance(step.run_layers, NativeStep)
         and all(norm is None or norm is unnormed or is_norm(norm) for norm in norms)
         and isinstance(step.head, Linear)
         and step.softcap is None

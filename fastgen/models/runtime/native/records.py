@@ -8,190 +8,37 @@ import ctypes
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from fastgen import config
-from fastgen.models.layers.experts import ExpertProducts, Experts
-from fastgen.models.layers.linear import Int8Linear, Linear, Product
+from fastgen.models.layers.experts import Experts
+from fastgen.models.layers.linear import Int8Linear
 from fastgen.models.layers.low_rank import LowRank
-from fastgen.models.layers.norm import Norm, NormLike, unnormed
+from fastgen.models.layers.norm import NormLike
 from fastgen.models.memory.scratch import Memory
-from fastgen.models.runtime import native_experts
 from fastgen.models.runtime.encoder import EncoderSelfAttention
-from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
+from fastgen.models.runtime.native import experts
+from fastgen.models.runtime.native.layers import (
+    adapter_down,
+    adapter_elements,
+    input_elements,
+    mixer_elements,
+    norm_fits,
+    norm_of,
+    packed_of,
+    products_of,
+    split_halves,
+    splits_panel,
+    supports_sublayer,
+    weight_of,
+)
+from fastgen.models.runtime.sublayers import FeedForward, SelfAttention, Sublayer
 from fastgen.ops import native
 from fastgen.ops.linear import native_for
 from fastgen.ops.native import products as native_products
 from fastgen.ops.native import step as c
-
-
-def are_written(sublayers: Sequence[Sublayer]) -> bool:
-    """Return whether C implements all parts of the sublayers, and their weights may be packed."""
-    return bool(sublayers) and config.settings().packs and all(map(_is_written, sublayers))
-
-
-def _is_written(sublayer: Sublayer) -> bool:
-    mixer, norm = sublayer.mixer, sublayer.norm
-    if sublayer.own is not None or not (norm is unnormed or is_norm(norm)):
-        return False
-    return _is_mix_written(mixer) and all(
-        isinstance(product, (Linear, ExpertProducts)) or _is_adapted(product, mixer)
-        for product in products_of(sublayer)
-    )
-
-
-def _is_adapted(product: object, mixer: Any) -> TypeGuard[LowRank]:
-    """Return whether C implements a product with an adapter in a sublayer."""
-    return (
-        type(product) is LowRank
-        and len(product.adapters) == 1
-        and isinstance(product.base, Linear)
-        and isinstance(product.adapters[0].up, Linear)
-        and is_readable(_down(product).weight)
-        and not _down(product).weight.is_inference()
-        and not isinstance(mixer, Experts)
-        and not getattr(mixer, "halves", False)
-    )
-
-
-def _down(product: LowRank) -> Any:
-    """Return the layer of an adapter's first product, whose weight C reads as it is."""
-    return cast(Any, product.adapters[0].down).module
-
-
-def _packed_of(product: Any) -> list[Any]:
-    """Return the products whose weights are packed: the product itself, or those of an adapter."""
-    return [product.base, product.adapters[0].up] if type(product) is LowRank else [product]
-
-
-def _is_mix_written(mixer: Any) -> bool:
-    if type(mixer) is SelfAttention:
-        norms = [norm for norm in (mixer.query_norm, mixer.key_norm) if norm is not None]
-        in_order = len(mixer.projections) == 3 or (mixer.blocks == 1 and not mixer.values_first)
-        plainly = (
-            in_order and not (mixer.repeats_kv or mixer.norms_rotated) and mixer.softcap is None
-        )
-        return (
-            plainly
-            and len(norms) != 1
-            and all(map(is_norm, norms))
-            and mixer.dims in native.HEAD_DIMS
-        )
-    if type(mixer) in (CrossAttention, EncoderSelfAttention):
-        return mixer.dims in native.HEAD_DIMS
-    return type(mixer) is FeedForward or (
-        type(mixer) is Experts and native_experts.is_written(mixer)
-    )
-
-
-def is_norm(norm: NormLike) -> TypeGuard[Norm]:
-    """Return whether C can read a norm."""
-    held = (norm.weight, norm.bias) if type(norm) is Norm else ()
-    return type(norm) is Norm and all(
-        x is None or (is_readable(x) and x.is_contiguous()) for x in held
-    )
-
-
-def norm_fits(norm: NormLike | None, width: int, dtype: torch.dtype) -> bool:
-    """Return whether the parameters of a norm, if any, have `width` elements of a dtype."""
-    held = (norm.weight, norm.bias) if isinstance(norm, Norm) else ()
-    return all(x is None or (x.shape == (width,) and x.dtype == dtype) for x in held)
-
-
-def _is_cut(mixer: object, panel: int) -> TypeGuard[FeedForward]:
-    """Return whether the second half of a wide layer starts within a panel."""
-    return (
-        type(mixer) is FeedForward and mixer.halves and mixer.activated.outputs % (2 * panel) != 0
-    )
-
-
-def weight_of(by: native.Library, weight: Any, bias: Tensor | None) -> c.Weight:
-    """Return the C record of a weight and its bias, whose addresses it holds.
-
-    Args:
-        by: The native library.
-        weight: `ops.linear.PanelWeight` or `ops.native.Int8Weight`.
-        bias: (N,), or None.
-    """
-    address = None if bias is None else bias.data_ptr()
-    in_bytes = isinstance(weight, native_products.Int8Weight)
-    others = [each.data_ptr() for each in (weight.scales, weight.sums)] if in_bytes else [None] * 2
-    kind = native_products.kind_of(by, weight if in_bytes else weight.panels)
-    return c.Weight(weight.panels.data_ptr(), address, *others, weight.outputs, weight.inputs, kind)
-
-
-def _halves(wide: c.Weight, dtype: torch.dtype) -> tuple[c.Weight, c.Weight]:
-    """Split a weight, whose bias has a dtype, into the halves of its outputs."""
-    half, size, in_bytes = wide.outputs // 2, dtype.itemsize, wide.kind != native_products.NUMBERS
-    in_numbers = size * native_products.padded_inputs(wide.inputs, dtype)
-    of_output = native_products.byte_row(wide.inputs) - 4 if in_bytes else in_numbers
-    starts = wide.panels, wide.bias, wide.scales, wide.sums
-    steps = of_output, size, 4, 4
-    second = (
-        None if at is None else at + step * half for at, step in zip(starts, steps, strict=True)
-    )
-    return (
-        c.Weight(*starts, half, wide.inputs, wide.kind),
-        c.Weight(*second, half, wide.inputs, wide.kind),
-    )
-
-
-def norm_of(norm: NormLike | None, at: Callable[[Tensor | None], int | None]) -> c.Norm:
-    """Return the C record of a norm, or of none.
-
-    Args:
-        norm: The norm; `unnormed` or None for none.
-        at: Returns the address of a tensor.
-    """
-    if not isinstance(norm, Norm):
-        return c.Norm(kind=c.UNNORMED)
-    kind = c.RMS_NORM if norm.rms else c.LAYER_NORM
-    return c.Norm(at(norm.weight), at(norm.bias), norm.eps, norm.offset, kind)
-
-
-def is_readable(x: Tensor) -> bool:
-    """Return whether C reads tensors of this dtype and device."""
-    return x.dtype in native.DTYPES and x.is_cpu
-
-
-def products_of(sublayer: Sublayer) -> Sequence[Any]:
-    """Return all products of a sublayer; except for experts, the output projection last."""
-    mixer: Any = sublayer.mixer
-    if type(mixer) is Experts:
-        return native_experts.products(mixer)
-    if type(mixer) in (SelfAttention, EncoderSelfAttention):
-        parts = list[Product](mixer.projections)
-    elif type(mixer) is CrossAttention:
-        parts = [mixer.query]
-    else:
-        parts = (
-            [mixer.activated] if mixer.multiplier is None else [mixer.activated, mixer.multiplier]
-        )
-    return [*parts, sublayer.out]
-
-
-def _made(sublayer: Sublayer) -> int:
-    """Return the elements per row that the input products of a sublayer output."""
-    if isinstance(sublayer.mixer, Experts):
-        return native_experts.made(sublayer.mixer)[0]
-    return sum(product.outputs for product in products_of(sublayer)[:-1])
-
-
-def _mixed(sublayer: Sublayer) -> int:
-    """Return the elements per row of a sublayer's attention or feed-forward output."""
-    mixer: Any = sublayer.mixer
-    if isinstance(mixer, Experts):
-        return native_experts.made(mixer)[1]
-    return mixer.activated.outputs if isinstance(mixer, FeedForward) else mixer.heads * mixer.dims
-
-
-def _low(sublayer: Sublayer) -> int:
-    """Return the elements per row that both products of a sublayer's adapters output."""
-    adapted = [each for each in products_of(sublayer) if type(each) is LowRank]
-    return sum(cast(Any, each.adapters[0].up).inputs + each.outputs for each in adapted)
 
 
 class _Held:
@@ -264,13 +111,15 @@ class Records:
         self._adapters: list[c.Adapter] = []  # Those whose addresses are in those of weights.
         self._whole = [product for sublayer in sublayers for product in products_of(sublayer)]
         self._adapted = [product for product in self._whole if type(product) is LowRank]
-        self.products: list[Any] = [each for whole in self._whole for each in _packed_of(whole)]
+        self.products: list[Any] = [each for whole in self._whole for each in packed_of(whole)]
         self.memory: Memory = self.products[0].memory
         # Average multiply-adds of a product, for one row.
-        work = (native_experts.work(p, s.mixer) for s in sublayers for p in products_of(s))
+        work = (experts.work(p, s.mixer) for s in sublayers for p in products_of(s))
         self.work = sum(work) // len(self.products)
-        self._sizes = max(map(_made, sublayers)), max(map(_mixed, sublayers))
-        self._low = max(map(_low, sublayers))  # Elements of a row in both products of adapters.
+        self._sizes = max(map(input_elements, sublayers)), max(map(mixer_elements, sublayers))
+        self._low = max(
+            map(adapter_elements, sublayers)
+        )  # Elements of a row in both products of adapters.
         # Bytes of a row for products of int8; all products of a step are, or none.
         in_bytes = isinstance(self.products[0], Int8Linear)
         self._byte_row = (
@@ -282,7 +131,7 @@ class Records:
     def why_not_packable(self, by: native.Library) -> str | None:
         """Return why the records cannot be built for a library, even if all weights are packed."""
         for mixer in (sublayer.mixer for sublayer in self.sublayers):
-            if _is_cut(mixer, by.panel):
+            if splits_panel(mixer, by.panel):
                 half = mixer.activated.outputs // 2
                 return f"gates that are merged have {half} outputs, no multiple of {by.panel}"
         return None if self._is_readable(by) else "the shape or dtype of a weight is not read by C"
@@ -307,13 +156,13 @@ class Records:
             and all(
                 native_for(product.outputs, product.inputs) is not None for product in self.products
             )
-            and all(map(_is_written, self.sublayers))
+            and all(map(supports_sublayer, self.sublayers))
             and all(map(self._fits_adapter, self._adapted))
         )
 
     def _fits_adapter(self, product: LowRank) -> bool:
         """Return whether the products of an adapter have the shapes of the layer's own."""
-        up, down = cast(Any, product.adapters[0].up), _down(product)
+        up, down = cast(Any, product.adapters[0].up), adapter_down(product)
         weight = down.weight
         return (
             weight.dtype == self.dtype
@@ -331,7 +180,7 @@ class Records:
         """Return whether the shapes of the products and norms of a sublayer match."""
         mixer: Any = sublayer.mixer
         if type(mixer) is Experts:
-            fits = native_experts.has_shapes(mixer, self.width, panel)
+            fits = experts.has_shapes(mixer, self.width, panel)
             return fits and norm_fits(sublayer.norm, self.width, self.dtype)
         *parts, out = products_of(sublayer)
         made = sum(part.outputs for part in parts)
@@ -400,7 +249,7 @@ class Records:
         mixer: Any = sublayer.mixer
         if type(mixer) is Experts:
             of_mixture = list(itertools.islice(weights, len(products_of(sublayer))))
-            record, mixture = native_experts.record(mixer, of_mixture, self._at)
+            record, mixture = experts.record(mixer, of_mixture, self._at)
             self._mixtures.append(mixture)
             record.experts, record.norm = ctypes.addressof(mixture), self._norm(sublayer.norm)
             return record
@@ -412,7 +261,7 @@ class Records:
         if type(mixer) is FeedForward:
             record.kind, record.activation = c.FEED_FORWARD, native.ACTIVATIONS[mixer.activation]
             if mixer.halves:
-                record.parts, record.part = 2, _halves(parts[0], self.dtype)
+                record.parts, record.part = 2, split_halves(parts[0], self.dtype)
             return record
         record.heads, record.dims, record.scale = mixer.heads, mixer.dims, mixer.scale
         if type(mixer) is SelfAttention:
@@ -436,10 +285,11 @@ class Records:
         """Return the record of a product's weight, with that of its adapter."""
         weight = next(packed)
         if type(product) is LowRank:
-            up, down, scaling = next(packed), _down(product).weight, product.adapters[0].scaling
-            adapter = c.Adapter(self._at(down), up.panels, up.bias, up.inputs, scaling)
-            self._adapters.append(adapter)
-            weight.adapter = ctypes.addressof(adapter)
+            adapter = product.adapters[0]
+            up, down = next(packed), self._at(adapter_down(product).weight)
+            record = c.Adapter(down, up.panels, up.bias, up.inputs, adapter.scaling)
+            self._adapters.append(record)
+            weight.adapter = ctypes.addressof(record)
         return weight
 
     def _norm(self, norm: NormLike | None) -> c.Norm:
@@ -492,7 +342,7 @@ class Records:
         """
         (rows, width), (wide, mixed) = x.shape, self._sizes
         mixtures = (s.mixer for s in self.sublayers if isinstance(s.mixer, Experts))
-        routed = max((native_experts.scratch(each, rows, width) for each in mixtures), default=0)
+        routed = max((experts.scratch(each, rows, width) for each in mixtures), default=0)
         # Two residual sums, outputs of input products, attention or feed-forward outputs, experts,
         # bytes, adapters.
         room = (
