@@ -456,7 +456,7 @@ def _choice(rig: Rig, b: int, m: int) -> tuple[Call, Call]:
 def _rotation(rig: Rig, b: int, m: int, h: int, kv: int, d: int) -> tuple[Call, Call]:
     """Return rotary embedding of the newest queries and keys, and the write to KV slots."""
     from fastgen.ops.cache import write_slots_
-    from fastgen.ops.rotation import Rotation, rotated, turn_into_slots_
+    from fastgen.ops.rotation import Rotation, rotate_into_slots_, rotated
 
     query, key, value = rig.randn(b * m, h + 2 * kv, d).split((h, kv, kv), 1)
     angle = rig.randn(1, 1, d)
@@ -471,7 +471,7 @@ def _rotation(rig: Rig, b: int, m: int, h: int, kv: int, d: int) -> tuple[Call, 
         write_slots_(keys, values, newest[:, :, None], value[:, :, None], start)
         return turned
 
-    return separate, lambda: turn_into_slots_(query, key, value, turn, keys, values, start)
+    return separate, lambda: rotate_into_slots_(query, key, value, turn, keys, values, start)
 
 
 def _tables(rig: Rig, b: int, m: int, t: int) -> Pair:

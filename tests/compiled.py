@@ -165,7 +165,7 @@ def _calls(dtype: torch.dtype) -> Iterator[Callable[[], Any]]:
     for start, interleaved in ((5, False), (torch.tensor([5]), True)):
         turn = rotation.Rotation(angle, angle, interleaved)
         yield partial(
-            rotation.turn_into_slots_, heads, heads, heads, turn, keys, keys.clone(), start
+            rotation.rotate_into_slots_, heads, heads, heads, turn, keys, keys.clone(), start
         )
     yield partial(cache.move_sentences_, keys, torch.tensor([0]), torch.tensor([3]))
     for beams, steps in itertools.product((4, 16), (9, torch.tensor([9]))):

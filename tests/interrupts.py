@@ -27,7 +27,7 @@ from fastgen.context import PREFIX
 from fastgen.models import state
 from fastgen.models.cuda_graphs import graph, graph_buffers
 from fastgen.models.routing import routes
-from fastgen.models.state import kept
+from fastgen.models.state import iter_cached_states
 from fastgen.patches.engine.registry import registry
 from fastgen.patches.engine.running import Scope, count_running
 from fastgen.patches.generation_call import GenerationCall
@@ -172,7 +172,9 @@ def left_behind(*models: nn.Module) -> list[str]:
         for name, part in m.named_modules()
         if "forward" in vars(part)
     ]
-    found += [f"a route of {len(route.before)} layers" for _, route in kept(routes.Route)]
+    found += [
+        f"a route of {len(route.before)} layers" for _, route in iter_cached_states(routes.Route)
+    ]
     if count_running():
         found.append("a running plan")
     for variable, value in contextvars.copy_context().items():

@@ -18,7 +18,7 @@ from fastgen import config
 from fastgen.corpus import models
 from fastgen.corpus.languages import Names, Unknown
 from fastgen.corpus.limits import limit_of
-from fastgen.decoding.batching.batch_compaction import Wanted
+from fastgen.decoding.batching.batch_compaction import CancellationCallback
 from fastgen.errors import CommandError
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class TextGenerator:
     def generate(
         self,
         sources: Sequence[Source | Problem],
-        wanted: Wanted | None = None,
+        wanted: CancellationCallback | None = None,
         on_tokens: OnTokens | None = None,
     ) -> list[Sequences | Problem]:
         """Return the generated sequences of each source.
@@ -312,7 +312,10 @@ class TextGenerator:
             return Problem(str(error))
 
     def _generated(
-        self, sources: list[Source], wanted: Wanted | None, on_tokens: OnTokens | None = None
+        self,
+        sources: list[Source],
+        wanted: CancellationCallback | None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Sequences | Problem]:
         try:
             return list(self._sequences(sources, wanted, on_tokens))
@@ -331,7 +334,7 @@ class TextGenerator:
         return [self._generated([source], _at(wanted, [i]))[0] for i, source in enumerate(sources)]
 
     def _sequences(
-        self, sources: list[Source], wanted: Wanted | None, on_tokens: OnTokens | None
+        self, sources: list[Source], wanted: CancellationCallback | None, on_tokens: OnTokens | None
     ) -> Iterator[Sequences]:
         import torch
 
@@ -347,7 +350,10 @@ class TextGenerator:
             yield Sequences(ids, scores, not len(ended) or (forced and int(ended[0]) + 1 in limits))
 
     def _stream(
-        self, sources: list[Source], wanted: Wanted | None = None, on_tokens: OnTokens | None = None
+        self,
+        sources: list[Source],
+        wanted: CancellationCallback | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> Iterator[Any]:
         first = [source.first for source in sources if source.first is not None]
         own: dict[str, Any] = {"forced_bos_token_id": first} if first else {}
@@ -399,7 +405,7 @@ def _beginning(source: Source | Problem, first: int | Problem) -> Source | Probl
     return first if isinstance(first, Problem) else replace(source, first=first)
 
 
-def _at(wanted: Wanted | None, places: Sequence[int]) -> Wanted | None:
+def _at(wanted: CancellationCallback | None, places: Sequence[int]) -> CancellationCallback | None:
     """Restrict `wanted` to the sources at some indices."""
     return None if wanted is None else lambda i: wanted(places[i])
 

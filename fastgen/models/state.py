@@ -1,8 +1,8 @@
 """What is kept between calls: `ModelState` per module, and one state of the whole process.
 
-Each layer of the package declares what it keeps as a subclass of `Kept`, and finds it by that
-class. A module's state is held weakly by the module, so that it is freed with the module, and the
-module itself has no attribute for it: copying and pickling a model do not see it.
+Each layer of the package declares what it keeps as a subclass of `CachedState`, and finds it by
+that class. A module's state is held weakly by the module, so that it is freed with the module, and
+the module itself has no attribute for it: copying and pickling a model do not see it.
 """
 
 import ctypes
@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
-_T = TypeVar("_T", bound="Kept")
+_T = TypeVar("_T", bound="CachedState")
 
 
-class Kept:
+class CachedState:
     """Base of the values in a state. `ModelState.of` creates them without arguments.
 
     Attributes:
@@ -40,7 +40,7 @@ class ModelState:
     __slots__ = ("_values",)
 
     def __init__(self) -> None:
-        self._values: dict[type[Kept], Any] = {}
+        self._values: dict[type[CachedState], Any] = {}
 
     def get(self, kind: type[_T]) -> _T | None:
         """Return the value of a class; None if there is none."""
@@ -51,21 +51,21 @@ class ModelState:
         value = self._values.get(kind)
         return self._values.setdefault(kind, kind()) if value is None else value
 
-    def keep(self, value: Kept) -> None:
+    def keep(self, value: CachedState) -> None:
         """Store a value in place of the one of the same class."""
         self._values[type(value)] = value
 
-    def drop(self, kind: type[Kept]) -> None:
+    def drop(self, kind: type[CachedState]) -> None:
         """Remove the value of a class, if there is one."""
         self._values.pop(kind, None)
 
-    def release(self, kinds: tuple[type[Kept], ...] = (Kept,)) -> None:
+    def release(self, kinds: tuple[type[CachedState], ...] = (CachedState,)) -> None:
         """Release the values of some classes."""
         for value in self.values():
             if isinstance(value, kinds) and value.release():
                 self.drop(type(value))
 
-    def values(self) -> tuple[Kept, ...]:
+    def values(self) -> tuple[CachedState, ...]:
         """Return all values."""
         return tuple(self._values.values())
 
@@ -91,7 +91,7 @@ def state_of(module: object) -> ModelState:
         return _states.of_modules.setdefault(module, ModelState())
 
 
-def kept_of(module: object, kind: type[_T]) -> _T | None:
+def cached_state_of(module: object, kind: type[_T]) -> _T | None:
     """Return what is kept of a module, by its class; None if there is none."""
     state = _states.of_modules.get(module)
     return None if state is None else state.get(kind)
@@ -102,7 +102,7 @@ def process_state() -> ModelState:
     return _states.of_process
 
 
-def kept(kind: type[_T]) -> Iterator[tuple[Any, _T]]:
+def iter_cached_states(kind: type[_T]) -> Iterator[tuple[Any, _T]]:
     """Yield each module that has a value of a class, and the value."""
     with _states.lock:
         states = list(_states.of_modules.items())
@@ -114,18 +114,18 @@ def kept(kind: type[_T]) -> Iterator[tuple[Any, _T]]:
 
 def held() -> Iterator[tuple[str, Any, int]]:
     """Yield label, module and bytes of each value; modules may share one, which counts once."""
-    for kind in Kept.__subclasses__():
+    for kind in CachedState.__subclasses__():
         if kind.label:
-            values = {id(value): (module, value) for module, value in kept(kind)}
+            values = {id(value): (module, value) for module, value in iter_cached_states(kind)}
             yield from ((kind.label, module, value.nbytes) for module, value in values.values())
 
 
-def release(*kinds: type[Kept]) -> None:
+def release(*kinds: type[CachedState]) -> None:
     """Release what is kept, of some classes or all, and return its memory to the system."""
     with _states.lock:
         states = list(_states.of_modules.values())
     for state in (*states, _states.of_process):
-        state.release(kinds or (Kept,))
+        state.release(kinds or (CachedState,))
     if (
         sys.platform.startswith("linux")
         and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None

@@ -27,7 +27,6 @@ from fastgen.ops.dispatch import (
     INTERPRETED,
     TRITON,
     cdiv,
-    chosen,
     constexpr,
     counters,
     in_c,
@@ -35,6 +34,7 @@ from fastgen.ops.dispatch import (
     launch,
     plain,
     power_of_two,
+    select_backend,
     tl,
 )
 
@@ -152,7 +152,9 @@ def beam_attention(
         and plain(query, keys, values, mask)
         and native.covers_attention(query, keys, values, mask)
     )
-    backend = chosen("beam_attention", supported, able_in_c, query, keys, values, mask, seen)
+    backend = select_backend(
+        "beam_attention", supported, able_in_c, query, keys, values, mask, seen
+    )
     if backend is TRITON:
         return _beam_attention_triton(query, keys, values, mask, scale, softcap, seen, newest)
     if newest is not None:

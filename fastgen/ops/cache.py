@@ -11,13 +11,13 @@ from fastgen.ops import native
 from fastgen.ops.dispatch import (
     TRITON,
     cdiv,
-    chosen,
     constexpr,
     in_c,
     in_memory,
     jit,
     launch,
     power_of_two,
+    select_backend,
     tl,
     use_triton,
 )
@@ -103,7 +103,7 @@ def move_sentences_(buffer: Tensor, to: Tensor, origin: Tensor) -> None:
         )
     size = buffer.shape[2] * buffer.shape[3]
     supported = lambda: buffer[:1, :1].is_contiguous() and to.shape[0] > 0  # noqa: E731
-    backend = chosen(
+    backend = select_backend(
         "cache",
         supported,
         lambda: in_memory(buffer) and in_memory(to, origin, dtype=torch.int64) and supported(),

@@ -157,10 +157,10 @@ def use_triton(
     Raises:
         RuntimeError: FASTGEN_OPS=triton, but no kernels are available.
     """
-    return chosen(operation, supported, unsupported, tensor, *others) is TRITON
+    return select_backend(operation, supported, unsupported, tensor, *others) is TRITON
 
 
-def chosen(
+def select_backend(
     operation: str,
     supported: Callable[[], bool],
     able_in_c: Callable[[], bool],
@@ -197,12 +197,12 @@ def chosen(
 
 
 def in_c(found: "native.Library | str") -> TypeGuard["native.Library"]:
-    """Return whether the result of `chosen` is a C library."""
+    """Return whether the result of `select_backend` is a C library."""
     return not isinstance(found, str)
 
 
 def unsupported() -> bool:
-    """Return False: the argument of `chosen` for an operation without a kernel or without C."""
+    """Return False: for `select_backend`, of an operation without a kernel or without C."""
     return False
 
 

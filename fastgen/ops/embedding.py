@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from fastgen.ops import native
 from fastgen.ops.dispatch import (
-    chosen,
     constexpr,
     in_c,
     in_memory,
@@ -21,6 +20,7 @@ from fastgen.ops.dispatch import (
     launch,
     plain,
     power_of_two,
+    select_backend,
     tl,
     unsupported,
     use_triton,
@@ -104,7 +104,7 @@ def embedding(
         IndexError: an id is not a row of `tokens`; raised by torch.
     """
     token, other = (-1, None) if padding is None else padding
-    backend = chosen(
+    backend = select_backend(
         "embedding", unsupported, lambda: _covered_in_c(ids, tokens, position, other), ids
     )
     if in_c(backend):

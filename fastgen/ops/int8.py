@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen.ops import native
 from fastgen.ops.activation import FUNCTIONS
-from fastgen.ops.dispatch import chosen, in_c, plain, unsupported
+from fastgen.ops.dispatch import in_c, plain, select_backend, unsupported
 from fastgen.ops.linear import native_for
 from fastgen.ops.native import products as native_products
 from fastgen.ops.native.products import Int8Weight
@@ -134,7 +134,9 @@ def int8_linear(
 ) -> Tensor:
     """Return x times a packed weight plus bias; arguments and result as `int8_linear_reference`."""
     shape = *x.shape[:-1], weight.outputs
-    backend = chosen("int8_linear", unsupported, lambda: _covers(x, weight, bias, residual), x)
+    backend = select_backend(
+        "int8_linear", unsupported, lambda: _covers(x, weight, bias, residual), x
+    )
     if not in_c(backend):
         return int8_linear_reference(x, unpacked(weight), bias, activation, residual)
     return native_products.product(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fastgen.ops import cpu_rules, native, processor
 from fastgen.ops.activation import activation_
-from fastgen.ops.dispatch import chosen, in_c, plain, unsupported
+from fastgen.ops.dispatch import in_c, plain, select_backend, unsupported
 from fastgen.ops.native import products as native_products
 
 
@@ -160,7 +160,7 @@ def linear(
     if isinstance(weight, Tensor):
         return _by_torch(x, weight, bias, activation, residual, out)
     shape = *x.shape[:-1], weight.outputs
-    backend = chosen(
+    backend = select_backend(
         "linear", unsupported, lambda: _covered_in_c(x, weight, bias, residual, out, shape), x
     )
     if not in_c(backend):  # operations are observed, or C was switched off after packing

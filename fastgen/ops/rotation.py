@@ -49,7 +49,7 @@ def rotated(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat([rotary, rest], -1) if rest.shape[-1] else rotary
 
 
-def turn_into_slots_(
+def rotate_into_slots_(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -96,7 +96,7 @@ def turn_into_slots_(
     cosine, sine, interleaved, fp32 = rotation
     out = query.new_empty(query.shape)
     launch(
-        _turn_kernel, (rows, heads + 2 * kv_heads), query, key, value, cosine, sine, out, keys,
+        _rotate_kernel, (rows, heads + 2 * kv_heads), query, key, value, cosine, sine, out, keys,
         values, start, rows // b, heads, kv_heads, dims, cosine.shape[-1], *query.stride()[:2],
         *key.stride()[:2], *value.stride()[:2], cosine.stride(0) if cosine.shape[0] > 1 else 0,
         *keys.stride()[:3], *values.stride()[:3], NEIGHBOURS=interleaved,
@@ -141,7 +141,7 @@ def _supported(
     "keys_b",
     "values_b",
 )
-def _turn_kernel(
+def _rotate_kernel(
     query_ptr, key_ptr, value_ptr, cosine_ptr, sine_ptr, out_ptr, keys_ptr, values_ptr, start,
     beams, heads, kv_heads, dims, turned, query_r, query_h, key_r, key_h, value_r, value_h, angle_r,
     keys_b, keys_h, keys_n, values_b, values_h, values_n, NEIGHBOURS: constexpr, ROUNDS: constexpr,

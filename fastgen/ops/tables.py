@@ -18,13 +18,13 @@ from fastgen.ops.cache import reorder_rows_reference
 from fastgen.ops.dispatch import (
     TRITON,
     cdiv,
-    chosen,
     constexpr,
     in_c,
     in_memory,
     jit,
     launch,
     power_of_two,
+    select_backend,
     tl,
     use_triton,
 )
@@ -85,7 +85,7 @@ def extend_rows_(tables: Sequence[Table], parents: Tensor, steps: int | Tensor) 
     """
     _check_extended(tables, parents, steps)
     able_in_c = lambda: _supported_in_c(tables, steps, parents)  # noqa: E731
-    backend = chosen(
+    backend = select_backend(
         "tables", lambda: _supported(tables), able_in_c, parents, *_tensors(tables, steps)
     )
     if in_c(backend) and native.move_rows(backend, tables, (), parents, None, cast(int, steps)):
@@ -142,7 +142,7 @@ def finish_rows_(
     able_in_c = lambda: (  # noqa: E731
         _supported_in_c(tables, steps, order, beams) and in_memory(*finished) and supported()
     )
-    backend = chosen(
+    backend = select_backend(
         "tables", supported, able_in_c, order, beams, *finished, *_tensors(tables, steps)
     )
     if in_c(backend) and native.move_rows(

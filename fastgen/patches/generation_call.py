@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastgen.context import PREFIX, assigned, changed
-from fastgen.decoding.batching.batch_compaction import Wanted
+from fastgen.decoding.batching.batch_compaction import CancellationCallback
 from fastgen.decoding.batching.stable_prefix import OnTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fastgen.patches.fairseq.bild.bild import Drafting
+    from fastgen.patches.fairseq.bild.bild import BildSession
     from fastgen.patches.transformers.bild.bild import DraftingRequest
     from fastgen.patches.transformers.encoders.encoder import EncoderConsumer
     from fastgen.patches.transformers.loops.upcoming_calls import UpcomingCalls
@@ -47,7 +47,7 @@ class GenerationCall:
 
     model: Any = None
     scored: bool = False
-    wanted: Wanted | None = None
+    wanted: CancellationCallback | None = None
     on_tokens: OnTokens | None = None
     suspension: "Request | None" = None
     drafting: "DraftingRequest | None" = None
@@ -55,7 +55,7 @@ class GenerationCall:
     resolves_legacy_modes: bool = False
     source: "Tensor | None" = None
     skips_padding: bool = False
-    bild: "Drafting | None" = None
+    bild: "BildSession | None" = None
     result: tuple[Any, Any] | None = None
     step: Any = None
     encoder_consumer: "EncoderConsumer | None" = None

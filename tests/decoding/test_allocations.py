@@ -13,7 +13,7 @@ import fastgen
 from fastgen.decoding.kv_cache import room
 from fastgen.models import state
 from fastgen.models.memory import scratch
-from fastgen.models.memory.scratch import Memory
+from fastgen.models.memory.scratch import ScratchPool
 from tests.support import zoo
 from tests.support.allocations import allocations
 from tests.support.parity import assert_same
@@ -50,7 +50,7 @@ def _warm(model: Any, kwargs: dict[str, Any]) -> None:
     """Run calls until weights are packed (third use) and steps are checked; drop the buffers."""
     for _ in range(3):
         model.generate(**kwargs | _length(6))
-    state.release(scratch.Memory)
+    state.release(scratch.ScratchPool)
 
 
 def _length(count: int) -> dict[str, int]:
@@ -100,17 +100,17 @@ def test_a_second_call_allocates_no_keys_and_values(family: str) -> None:
 
 
 def test_free_memory_gives_more_room_but_is_no_reason_for_more() -> None:
-    held, like = Memory(), torch.empty(0)
-    assert held.room(like, 10, 5, 50) == 5
+    held, like = ScratchPool(), torch.empty(0)
+    assert held.capacity(like, 10, 5, 50) == 5
     one, other = held.take(like, 30, 10), held.take(like, 30, 10)
-    assert held.room(like, 10, 5, 50) == 5, "somebody has it"
+    assert held.capacity(like, 10, 5, 50) == 5, "somebody has it"
     del one
-    assert held.room(like, 10, 5, 50) == 5, "keys would have it, and values nothing"
+    assert held.capacity(like, 10, 5, 50) == 5, "keys would have it, and values nothing"
     del other
-    assert held.room(like, 10, 5, 50) == 30
-    assert held.room(like, 10, 5, 20) == 20
-    assert held.room(like, 10, 5, 8) == 5, "far too much"
-    assert held.room(like, 10, 31, 50) == 31
+    assert held.capacity(like, 10, 5, 50) == 30
+    assert held.capacity(like, 10, 5, 20) == 20
+    assert held.capacity(like, 10, 5, 8) == 5, "far too much"
+    assert held.capacity(like, 10, 31, 50) == 31
     for tensor in (held.take(like, 30, 10), held.take(like, 30, 10)):
         held.forget(tensor)
     assert held.free == 0

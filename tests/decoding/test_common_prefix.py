@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fastgen.decoding.kv_cache import common_prefix
 from fastgen.decoding.kv_cache.layer_kv import LayerKV
-from fastgen.models.memory.scratch import memory_of
+from fastgen.models.memory.scratch import scratch_pool_of
 
 
 def _padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def test_common_tokens_and_their_order(seed: int) -> None:
     padding, expected = common_prefix.padding_of(mask), _expected(rows)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     assert (padding is None) == (len(set(map(len, rows))) == 1)
-    assert common_prefix.begin_alike(ids, padding) == (expected >= common_prefix.LEAST)
+    assert common_prefix.have_common_prefix(ids, padding) == (expected >= common_prefix.LEAST)
     assert common_prefix.common_tokens(ids, padding, positions) == expected
     assert common_prefix.common_tokens(ids, padding, None) == expected
     if padding is None:
@@ -92,7 +92,7 @@ def _layers(beams: int) -> tuple[LayerKV, LayerKV]:
     generator = torch.Generator().manual_seed(beams)
     drawn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     model = torch.nn.Linear(1, 1)
-    apart, whole = (LayerKV(40, memory_of(model), beams, prompt=12) for _ in range(2))
+    apart, whole = (LayerKV(40, scratch_pool_of(model), beams, prompt=12) for _ in range(2))
     common, own = [drawn(1, 2, 9, 8), drawn(1, 2, 9, 8)], [drawn(4, 2, 3, 8), drawn(4, 2, 3, 8)]
     apart.share(*common)
     whole.extend(*(each.expand(4, -1, -1, -1) for each in common))
@@ -137,7 +137,7 @@ def test_common_tokens_are_stored_once(beams: int) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("reader", ["keys", "values", "room"])
+@pytest.mark.parametrize("reader", ["keys", "values", "capacity_buffers"])
 def test_readers_that_do_not_know_of_common_tokens(beams: int, reader: str) -> None:
     apart, whole = _layers(beams)
     free = apart.free_slots
@@ -152,10 +152,10 @@ def test_readers_that_do_not_know_of_common_tokens(beams: int, reader: str) -> N
 
 def test_room_for_the_whole_prompt_is_reserved_at_once() -> None:
     model = torch.nn.Linear(1, 1)
-    layer = LayerKV(4, memory_of(model), expected=1, prompt=10)
+    layer = LayerKV(4, scratch_pool_of(model), expected=1, prompt=10)
     first, rest = torch.randn(3, 2, 6, 8), torch.randn(3, 2, 4, 8)
     layer.extend(first, first)
-    buffers = [buffer.data_ptr() for buffer in layer.room]
+    buffers = [buffer.data_ptr() for buffer in layer.capacity_buffers]
     layer.extend(rest, rest)
-    assert [buffer.data_ptr() for buffer in layer.room] == buffers
+    assert [buffer.data_ptr() for buffer in layer.capacity_buffers] == buffers
     assert torch.equal(layer.keys, torch.cat([first, rest], 2))

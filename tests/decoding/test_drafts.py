@@ -71,7 +71,7 @@ class _Fixed:
 
     def propose(self, search: Sampling, model: Any, most: int) -> Tensor:
         self.calls += 1
-        return torch.tensor([self.tokens[:most]] * search.present, dtype=torch.int64)
+        return torch.tensor([self.tokens[:most]] * search.batch_size, dtype=torch.int64)
 
 
 def test_the_longest_draft_is_taken() -> None:

@@ -101,5 +101,5 @@ def test_a_capture_that_fails() -> None:
     """The random number generator works again after a failed capture."""
     values = torch.rand(3, device="cuda")
     with pytest.raises(graph.NotCaptured):
-        graph.capture(lambda: values.sum().item(), values.device, graph.Place(values.device))
+        graph.capture(lambda: values.sum().item(), values.device, graph.CapturePool(values.device))
     assert torch.rand(3, device="cuda").isfinite().all()

@@ -47,7 +47,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made, own = list[int](), sampling.Sampling.advance
 
     def advance(self: Any, model: Any, logits: Tensor) -> bool:
-        made.append(self.present)
+        made.append(self.batch_size)
         return own(self, model, logits)
 
     monkeypatch.setattr(sampling.Sampling, "advance", advance)

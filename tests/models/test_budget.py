@@ -294,10 +294,10 @@ def test_a_limit(model: Any, limit: str, setting: Callable[[str, str], None]) ->
 
 
 def test_buffers_within_a_limit(setting: Callable[[str, str], None]) -> None:
-    state.release(scratch.Memory)
+    state.release(scratch.ScratchPool)
     packed_weights.release()
     owner, like = torch.nn.Linear(1, 1), torch.zeros(1)
-    of = scratch.memory_of(owner)
+    of = scratch.scratch_pool_of(owner)
     setting("FASTGEN_MEMORY", "64KiB")
     kept, fresh = of.take(like, 8 * 1024), of.take(like, 16 * 1024)
     assert kept.numel() * 4 <= fastgen.status().memory["buffers"] <= 64 * 1024

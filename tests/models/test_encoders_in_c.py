@@ -10,7 +10,7 @@ import torch
 
 from fastgen.models.build import encoder_builder
 from fastgen.models.build.encoder_builder import encoder_of
-from fastgen.models.runtime.encoder import Encoder, Group, Sentences, arranged, whole
+from fastgen.models.runtime.encoder import Encoder, Group, UnpaddedBatch, unpad, whole
 from fastgen.models.specs.registry import ENCODERS
 from fastgen.ops import native
 from fastgen.ops.counts import calls
@@ -56,7 +56,7 @@ def _layers(model: Any, length: int) -> Encoder:
     return encoder_of(module, ENCODERS[module.config.model_type], length)
 
 
-def _batch(kind: str) -> tuple[Sentences, int]:
+def _batch(kind: str) -> tuple[UnpaddedBatch, int]:
     """Return sentences and their number of positions.
 
     `kind` selects equal lengths, different lengths, or more tokens than one block of attention.
@@ -65,7 +65,7 @@ def _batch(kind: str) -> tuple[Sentences, int]:
     longest = max(lengths)
     if kind == "alike":
         return whole((len(lengths), longest), "none", torch.device("cpu")), longest
-    return arranged(torch.arange(longest) < torch.tensor(lengths)[:, None], "none"), longest
+    return unpad(torch.arange(longest) < torch.tensor(lengths)[:, None], "none"), longest
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -123,7 +123,7 @@ def test_padding_that_is_run(variant: str) -> None:  # noqa: F811
     visible = torch.arange(9) < torch.tensor([4, 9])[:, None]
     for padding, expected in (("run", 0), ("first", 0), ("none", 1)):
         calls.clear()
-        sentences: Sentences = arranged(visible, padding)  # pyright: ignore[reportArgumentType]
+        sentences: UnpaddedBatch = unpad(visible, padding)  # pyright: ignore[reportArgumentType]
         layers(torch.randn(18, 32)[: sum(_rows(group) for group in sentences.groups)], sentences)
         assert _encoded() == expected, padding
 

@@ -109,7 +109,7 @@ def test_what_computes_something_else(
     """
     source_of = first_token.source_of
 
-    def others(*args: Any) -> list[first_token.Kept]:
+    def others(*args: Any) -> list[first_token.KeysValues]:
         first, *rest = source_of(*args)
         return [first, *((keys, 1.01 * values) for keys, values in rest)]
 

@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from fastgen import config
 from fastgen.models.build import equivalence_check
-from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
+from fastgen.models.build.equivalence_check import OUTPUTS_DIFFER, by_modules
 from fastgen.models.layers import linear
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.specs.registry import SPECS
@@ -406,7 +406,7 @@ def test_a_model_that_computes_otherwise(beams: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(SPECS, "bart", zoo.misplaced("bart", 1))
     kwargs = zoo.batch(model, 3, 7) | {"num_beams": beams, "max_new_tokens": 8}
     for _ in range(2):
-        assert _left_off(model, kwargs) == (by_modules(OTHERWISE),)
+        assert _left_off(model, kwargs) == (by_modules(OUTPUTS_DIFFER),)
 
 
 def test_what_was_written_since_the_proof_asks_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +437,7 @@ def test_what_was_written_since_the_proof_asks_for_another(monkeypatch: pytest.M
     # As another version might need.
     monkeypatch.setitem(SPECS, "bart", zoo.misplaced("bart", 1))
     assert _left_off(model, zoo.batch(model, 3, 7) | {"max_new_tokens": 8}) == (
-        by_modules(OTHERWISE),
+        by_modules(OUTPUTS_DIFFER),
     )
 
 

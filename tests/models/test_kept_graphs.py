@@ -273,14 +273,14 @@ _Part.__module__ = _List.__module__ = _Slotted.__module__ = "fastgen.tests"
 
 def _facts(part: _Part) -> object:
     names = ("number", "tensor", "others", "function")
-    return CallState(torch.device("cpu"), [(part, names)]).facts
+    return CallState(torch.device("cpu"), [(part, names)]).fingerprint
 
 
 def test_facts() -> None:
     """Facts say what has to be equal: everything but the contents of tensors."""
     zeros, ones = torch.zeros(3), torch.ones(3)
-    facts = _facts(_Part(1.0, zeros, [zeros, _Part(2.0, ones)]))
-    assert facts == _facts(_Part(1.0, ones, [ones, _Part(2.0, zeros)]))
+    fingerprint = _facts(_Part(1.0, zeros, [zeros, _Part(2.0, ones)]))
+    assert fingerprint == _facts(_Part(1.0, ones, [ones, _Part(2.0, zeros)]))
     for other in (
         _Part(2.0, zeros, [zeros, _Part(2.0, ones)]),
         _Part(1.0, zeros[:2], [zeros, _Part(2.0, ones)]),
@@ -289,7 +289,7 @@ def test_facts() -> None:
         _Part(1.0, zeros, [zeros, _Part(3.0, ones)]),
         _Part(1.0, zeros, [zeros, _Part(2.0, ones)], function=_facts),
     ):
-        assert facts != _facts(other)
+        assert fingerprint != _facts(other)
     for unknown in (
         object(), (zeros,), torch.zeros(1).expand(3), {"a": zeros}, lambda: zeros,
         torch.empty(3, device="meta"),

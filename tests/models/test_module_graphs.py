@@ -13,12 +13,12 @@ from transformers import LogitsProcessor
 
 import fastgen
 from fastgen.models.build import equivalence_check
-from fastgen.models.build.equivalence_check import OTHERWISE as NOT_FUSED
+from fastgen.models.build.equivalence_check import OUTPUTS_DIFFER as NOT_FUSED
 from fastgen.models.build.equivalence_check import UNDECIDED, by_modules
 from fastgen.models.cuda_graphs import graph
 from fastgen.models.cuda_graphs.replay import not_captured
 from fastgen.patches.transformers.compat import CACHE
-from fastgen.patches.transformers.generate.captured_module_step import OTHERWISE, SURE, WORTH
+from fastgen.patches.transformers.generate.captured_module_step import OUTPUTS_DIFFER, SURE, WORTH
 from fastgen.patches.transformers.generate.report import CallReport, last_call
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.planning.sharing import MODULES_CANNOT, not_shared
@@ -410,7 +410,7 @@ def test_modules_that_count(beams: int, graphs: Graphs) -> None:
 def test_a_number_that_a_capture_would_fix(beams: int, graphs: Graphs) -> None:
     """The number is right when captured, and found to be wrong at the next length."""
     model = _adapt(_build("bart"), _Baked)
-    _left(model, graphs, OTHERWISE, beams, logits_processor=[_Length()])
+    _left(model, graphs, OUTPUTS_DIFFER, beams, logits_processor=[_Length()])
     assert graphs.replayed["_run_modules"] == SURE - 1
 
 
@@ -422,7 +422,7 @@ def test_a_number_that_a_model_known_to_be_good_has_begun_to_fix(
     model = _adapt(_build("bart"), _Baked)
     _Length.now = 0
     assert _same(model, _call(model, beams)).plan.graphs
-    _left(model, graphs, OTHERWISE, beams, logits_processor=[_Length()])
+    _left(model, graphs, OUTPUTS_DIFFER, beams, logits_processor=[_Length()])
 
 
 class _Looking(nn.Module):
@@ -453,7 +453,7 @@ def _by_shape(past: Any) -> float:
             _by_length,
             "aten._local_scalar_dense.default: operation not permitted when stream is capturing",
         ),
-        (_by_shape, OTHERWISE),
+        (_by_shape, OUTPUTS_DIFFER),
     ],
 )
 def test_the_length_as_a_number(

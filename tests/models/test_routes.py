@@ -26,7 +26,7 @@ from fastgen.models.layers import activation, packed_weights
 from fastgen.models.layers import linear as linears
 from fastgen.models.layers import norm as norms
 from fastgen.models.memory import scratch as memory_module
-from fastgen.models.memory.scratch import Memory, _rounded
+from fastgen.models.memory.scratch import ScratchPool, _rounded
 from fastgen.models.routing import routes
 from fastgen.models.specs.registry import SPECS
 from fastgen.ops import native, processor
@@ -63,7 +63,7 @@ def net() -> Iterator[Net]:
         pytest.skip("there are no operations in C here")
     packed_weights.release()
     yield Net().eval()
-    assert not list(state.kept(routes.Route))
+    assert not list(state.iter_cached_states(routes.Route))
     packed_weights.release()
 
 
@@ -324,7 +324,7 @@ def test_products_of_many_rows_write_to_memory_that_is_there(
         expected = layer(x)
         with routes.routed(net):
             found = layer(x)
-            assert memory_module.memory_of(net).free == 0
+            assert memory_module.scratch_pool_of(net).free == 0
             address = found.data_ptr()
             torch.testing.assert_close(found, expected)
             del found
@@ -539,7 +539,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def test_memory_serves_again_once_nobody_holds_it() -> None:
-    memory, like = Memory(), torch.zeros(1)
+    memory, like = ScratchPool(), torch.zeros(1)
     first = memory.take(like, 4, 6)
     assert (first.shape, first.dtype, first.is_contiguous()) == ((4, 6), torch.float32, True)
     address, view = _address(first), first[1:, ::2]
@@ -558,7 +558,7 @@ def test_memory_serves_again_once_nobody_holds_it() -> None:
 
 
 def test_memory_lets_go_what_serves_no_more() -> None:
-    memory, like = Memory(), torch.zeros(1)
+    memory, like = ScratchPool(), torch.zeros(1)
     for _ in range(3):
         for length in (1000, 10, 3000, 100):
             memory.take(like, length)
@@ -577,7 +577,7 @@ def test_memory_lets_go_what_serves_no_more() -> None:
 def test_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers beyond the limit are not kept."""
     monkeypatch.setattr(memory_module, "LIMIT", 4 * 2500)
-    memory, like = Memory(), torch.zeros(1)
+    memory, like = ScratchPool(), torch.zeros(1)
     tensors = [memory.take(like, 1000) for _ in range(5)]
     assert len({_address(tensor) for tensor in tensors}) == 5
     del tensors
@@ -590,7 +590,7 @@ def test_memory_takes_little_more_than_it_is_asked_for() -> None:
 
 
 def test_memory_of_a_device_is_the_devices_own() -> None:
-    memory = Memory()
+    memory = ScratchPool()
     assert memory.take(torch.zeros(1, device="meta"), 5).shape == (5,)
     assert memory.take(torch.zeros(1), 0, 5).shape == (0, 5)
     assert memory.free == 0
@@ -598,13 +598,13 @@ def test_memory_of_a_device_is_the_devices_own() -> None:
 
 def test_memory_of_a_model_goes_with_the_model() -> None:
     model = nn.Linear(2, 2)
-    memory = memory_module.memory_of(model)
-    assert memory_module.memory_of(model) is memory
+    memory = memory_module.scratch_pool_of(model)
+    assert memory_module.scratch_pool_of(model) is memory
     held, free = memory.take(torch.zeros(1), 50), memory.take(torch.zeros(1), 5_000)
     del free
     assert memory.free
-    state.release(memory_module.Memory)  # releases unused buffers of running calls too
-    assert memory_module.memory_of(model) is memory
+    state.release(memory_module.ScratchPool)  # releases unused buffers of running calls too
+    assert memory_module.scratch_pool_of(model) is memory
     assert memory.free == 0
     assert held.shape == (50,)
     gone = weakref.ref(memory)
@@ -615,7 +615,7 @@ def test_memory_of_a_model_goes_with_the_model() -> None:
 
 def test_memory_with_threads() -> None:
     """No storage serves two threads at once."""
-    memory, like, errors = Memory(), torch.zeros(1), []
+    memory, like, errors = ScratchPool(), torch.zeros(1), []
 
     def work(number: int) -> None:
         for _ in range(300):

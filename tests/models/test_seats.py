@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen.models.build.step_fingerprint import Unknown, facts_of
+from fastgen.models.build.step_fingerprint import Unknown, fingerprint_of
 from fastgen.models.cuda_graphs import graph_buffers
 from fastgen.models.cuda_graphs.graph_buffers import PooledBuffers, rounded
 from fastgen.models.layers import linear
 from fastgen.models.layers.experts import Experts
-from fastgen.models.layers.positions import Bias
+from fastgen.models.layers.positions import AttentionBias
 from fastgen.models.runtime.decode_step import Embedding
 from fastgen.models.state import state_of
 from tests.models.test_fused import _build
@@ -279,20 +279,20 @@ def test_what_no_call_has_written_is_not_read(
     family: str, beams: int, graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers hold arbitrary values beyond a call's source and text."""
-    make = PooledBuffers._ground
+    make = PooledBuffers._buffers
 
     def poisoned(seat: PooledBuffers, reads: Any) -> Any:
-        ground = make(seat, reads)
+        buffers = make(seat, reads)
         for tensor in (
-            ground.mask,
-            ground.source_mask,
-            *(kv for pair in (*ground.text, *ground.source) for kv in pair),
+            buffers.mask,
+            buffers.source_mask,
+            *(kv for pair in (*buffers.text, *buffers.source) for kv in pair),
         ):
             if tensor is not None:
                 tensor.fill_(torch.nan)
-        return ground
+        return buffers
 
-    monkeypatch.setattr(PooledBuffers, "_ground", poisoned)
+    monkeypatch.setattr(PooledBuffers, "_buffers", poisoned)
     model = _build(family)
     for seed in range(2):
         assert _steps_captured(graphs, model, _kwargs(model, beams=beams, seed=seed)) == (seed == 0)
@@ -303,7 +303,7 @@ def test_no_memory_for_a_seat(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     model = _build("bart")
-    monkeypatch.setattr(PooledBuffers, "_ground", no_memory)
+    monkeypatch.setattr(PooledBuffers, "_buffers", no_memory)
     assert [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)] == [1, 1]
 
 
@@ -346,36 +346,36 @@ def test_what_nobody_knows_has_memory_of_its_own(graphs: Graphs) -> None:
 
     model = _build("bart")
     with pytest.raises(Unknown, match="Other"):
-        facts_of(Other(model.get_input_embeddings().weight), [])
+        fingerprint_of(Other(model.get_input_embeddings().weight), [])
     with pytest.raises(Unknown, match="function"):
-        facts_of(lambda x: model(x), [])
+        fingerprint_of(lambda x: model(x), [])
     mixtral = zoo.build("mixtral")
     mixture = Experts(mixtral.model.layers[0].mlp)
     with pytest.raises(Unknown, match="a loop over experts"):
-        facts_of(mixture, [])
+        fingerprint_of(mixture, [])
     mixtral.set_experts_implementation("grouped_mm")
-    before = facts_of(mixture, [])
-    assert before == facts_of(mixture, [])
+    before = fingerprint_of(mixture, [])
+    assert before == fingerprint_of(mixture, [])
     mixtral.model.layers[0].mlp.gate.top_k = 1
-    assert before != facts_of(mixture, [])
+    assert before != fingerprint_of(mixture, [])
 
 
 def test_facts() -> None:
     """Fingerprints are equal for equal parts, and list derived tensors."""
     table = torch.zeros(7, 4)
     part = Embedding(table, 2.0, table[1:], norm=None)
-    assert facts_of(part, []) == facts_of(replace(part), [])
+    assert fingerprint_of(part, []) == fingerprint_of(replace(part), [])
     others = [
         replace(part, scale=1.0),
         replace(part, positions=table[2:]),
         replace(part, tokens=table.clone()),
     ]
-    assert all(facts_of(part, []) != facts_of(other, []) for other in others)
+    assert all(fingerprint_of(part, []) != fingerprint_of(other, []) for other in others)
     made: list[tuple[Any, str]] = []
-    bias = Bias(lambda: torch.ones(2, 5))
-    assert facts_of((bias, bias), made) == (facts_of(bias, []),) * 2
+    bias = AttentionBias(lambda: torch.ones(2, 5))
+    assert fingerprint_of((bias, bias), made) == (fingerprint_of(bias, []),) * 2
     assert made == [(bias, "table")]
-    assert facts_of(bias, []) != facts_of(Bias(lambda: torch.ones(2, 6)), [])
+    assert fingerprint_of(bias, []) != fingerprint_of(AttentionBias(lambda: torch.ones(2, 6)), [])
 
 
 def test_rounded() -> None:

@@ -13,10 +13,10 @@ from torch import nn
 
 from fastgen.models import state
 from fastgen.models.memory import budget
-from fastgen.models.state import Kept, ModelState, kept_of, process_state, state_of
+from fastgen.models.state import CachedState, ModelState, cached_state_of, process_state, state_of
 
 
-class _Buffers(Kept):
+class _Buffers(CachedState):
     label = "tested buffers"
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class _Buffers(Kept):
         return False
 
 
-class _Copies(Kept):
+class _Copies(CachedState):
     def release(self) -> bool:
         return True
 
@@ -41,7 +41,7 @@ def _undeclared() -> Iterator[None]:
     """Memory of these tests is in no report of other tests."""
     yield
     for kind in (_Buffers, _Copies):
-        for module, _ in state.kept(kind):
+        for module, _ in state.iter_cached_states(kind):
             state_of(module).drop(kind)
         process_state().drop(kind)
 
@@ -52,17 +52,17 @@ def _layer() -> nn.Module:
 
 def test_a_value_is_created_once_and_found_by_its_class() -> None:
     layer, other = _layer(), _layer()
-    assert kept_of(layer, _Buffers) is None
+    assert cached_state_of(layer, _Buffers) is None
     value = state_of(layer).of(_Buffers)
-    assert state_of(layer).of(_Buffers) is value is kept_of(layer, _Buffers)
-    assert kept_of(layer, _Copies) is None
+    assert state_of(layer).of(_Buffers) is value is cached_state_of(layer, _Buffers)
+    assert cached_state_of(layer, _Copies) is None
     assert state_of(other).of(_Buffers) is not value
     newer = _Buffers()
     state_of(layer).keep(newer)
-    assert kept_of(layer, _Buffers) is newer
+    assert cached_state_of(layer, _Buffers) is newer
     state_of(layer).drop(_Buffers)
     state_of(layer).drop(_Buffers)
-    assert kept_of(layer, _Buffers) is None
+    assert cached_state_of(layer, _Buffers) is None
 
 
 def test_it_is_freed_with_its_module() -> None:
@@ -73,7 +73,7 @@ def test_it_is_freed_with_its_module() -> None:
     gc.collect()
     assert module() is None
     assert value() is None
-    assert not list(state.kept(_Buffers))
+    assert not list(state.iter_cached_states(_Buffers))
 
 
 def test_copies_of_a_module_begin_without_it() -> None:
@@ -82,7 +82,7 @@ def test_copies_of_a_module_begin_without_it() -> None:
     state_of(layer).of(_Buffers)
     assert vars(layer) == attributes
     for copied in (copy.copy(layer), copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert kept_of(copied, _Buffers) is None
+        assert cached_state_of(copied, _Buffers) is None
 
 
 def test_release_frees_and_drops() -> None:
@@ -92,10 +92,10 @@ def test_release_frees_and_drops() -> None:
         holder.of(_Copies)
     buffers.bytes = 5
     state.release(_Copies)
-    assert kept_of(layer, _Copies) is process_state().get(_Copies) is None
+    assert cached_state_of(layer, _Copies) is process_state().get(_Copies) is None
     assert buffers.bytes == 5
     state.release()
-    assert kept_of(layer, _Buffers) is buffers
+    assert cached_state_of(layer, _Buffers) is buffers
     assert buffers.bytes == 0
 
 
@@ -121,7 +121,7 @@ def test_threads_get_one_state() -> None:
         for layer in layers:
             found[number].append(state_of(layer))
             state_of(layer).of(_Buffers)
-            list(state.kept(_Buffers))
+            list(state.iter_cached_states(_Buffers))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
     for thread in threads:

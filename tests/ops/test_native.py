@@ -204,7 +204,7 @@ def _strided(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     )
 
 
-def _watched(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _alignment_layer(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     with FlopCounterMode(display=False):
         return beam_attention(query, keys, values, None, 1.0)
 
@@ -220,7 +220,7 @@ def _narrow_values(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "how", [_double, _autocast, _gradient, _strided, _watched, _mapped, _narrow_values]
+    "how", [_double, _autocast, _gradient, _strided, _alignment_layer, _mapped, _narrow_values]
 )
 def test_left_to_torch(variant: str, how: Callable[..., Tensor]) -> None:
     query, keys, values = (

@@ -29,7 +29,7 @@ from fastgen.corpus import models
 from fastgen.corpus.texts import Options, Output, Source, TextGenerator
 from fastgen.errors import CommandError
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.first_token import FirstToken
+from fastgen.models.runtime.first_token import FirstTokenInputs
 from fastgen.ray import app
 from fastgen.ray.serve import main, start, stop
 from fastgen.ray.server.api import Answer, Api
@@ -232,7 +232,7 @@ def test_who_leaves_frees_rows_of_a_batch_that_runs(
             loop.call_soon(left.set)  # once the tasks have been cancelled
 
         def stepped(self: DecoderStep, ids: Any, context: Any) -> Any:
-            if isinstance(context, FirstToken):
+            if isinstance(context, FirstTokenInputs):
                 return step(self, ids, context)
             rows.append(len(ids))
             if len(rows) == 3:

@@ -152,7 +152,7 @@ class Graphs:
         self.texts: Counter[int] = Counter()
         self._recording: Recorder | None = None
         state.release(BufferPools)  # graphs of earlier tests are not counted here
-        monkeypatch.setattr(graph, "wanted", lambda _: True)
+        monkeypatch.setattr(graph, "enabled", lambda _: True)
         # Compaction at intervals is for CPUs only.
         monkeypatch.setattr(room, "COMPACT_EVERY", 10**9)
         # Operations in C are for CPUs only too, and no dispatcher sees what they do.

@@ -95,7 +95,7 @@ class CapturedBeamSearch(CapturedSelection[BeamSearch]):
         if previous is not None:
             _, improvable, done, over = read(previous)
             leaving = search.leaving(improvable, done)
-            if over[0] or len(leaving) == search.present:
+            if over[0] or len(leaving) == search.batch_size:
                 self.undo_draws()
                 return False
             if not last and search.compact(model, leaving):
@@ -170,7 +170,7 @@ class CapturedBeamSearch(CapturedSelection[BeamSearch]):
         search.scores.copy_(chosen.scores)
         search.improvable.copy_(chosen.improvable)
         over.logical_or_(flags[3, :1])
-        flags[3].copy_(over.expand(search.present))
+        flags[3].copy_(over.expand(search.batch_size))
         rows, row = search.rows_of(chosen.parents), search.rows_of(candidates.beam)
         return Chosen(
             chosen.parents, chosen.tokens, rows, order, candidates.beam, candidates.token, row,

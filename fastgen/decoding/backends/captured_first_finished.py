@@ -144,7 +144,7 @@ class CapturedFirstFinished(CapturedSelection[FirstFinished]):
             return False
         assert not last, f"{search.step - 1} < {search.longest}"
         if (staying := search.staying()) is not None:
-            leaving = sorted({*range(search.present)} - {*staying})
+            leaving = sorted({*range(search.batch_size)} - {*staying})
             self._departed.append(self._depart(leaving, slots))
             self._slots = slots.of(search.keep(self.model, staying))
             self.drop_pending()
@@ -159,7 +159,7 @@ class CapturedFirstFinished(CapturedSelection[FirstFinished]):
         search, device = self.search, self.search.device
         self._prefilled = prefilled
         self._offsets.copy_(torch.tensor([0, -1, 1, -prefilled], dtype=torch.int64, device="cpu"))
-        lengths = torch.zeros(search.present, search.beams, dtype=torch.int64, device=device)
+        lengths = torch.zeros(search.batch_size, search.beams, dtype=torch.int64, device=device)
         counts = [len(search.finished[sentence]) for sentence in search.running]
         self._slots = FinishedSlots(
             [table.clone() for table in search.rows],
@@ -190,7 +190,7 @@ class CapturedFirstFinished(CapturedSelection[FirstFinished]):
         """
         search = self.search
         step, before, length, filled = (self._numbers[i : i + 1] for i in range(4))
-        rows = logits.view(search.present, -1, logits.shape[1])
+        rows = logits.view(search.batch_size, -1, logits.shape[1])
         ids = search.tokens[:: len(search.tokens) // len(logits)]
         scores = (
             search.rows[1].index_select(2, before)[:, :, 0]
@@ -230,7 +230,7 @@ class CapturedFirstFinished(CapturedSelection[FirstFinished]):
         self.leave()
         search, slots = self.search, self._slots
         if slots is not None:
-            self._departed.append(self._depart(range(search.present), slots))
+            self._departed.append(self._depart(range(search.batch_size), slots))
             search.over = cast(Any, slots.counts >= search.beams).tolist()
         self._slots = None
         self.drop_pending()

@@ -21,7 +21,7 @@ class Search(Protocol):
     @property
     def text(self) -> Text: ...
     @property
-    def present(self) -> int:
+    def batch_size(self) -> int:
         """Number of sentences that are still in the batch."""
         ...
 

@@ -110,7 +110,7 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
     def advance(self) -> bool:
         """Run one round: a draft and its verification, or plain steps."""
         drafting = self.drafting
-        texts, began = self.search.present, time.perf_counter()
+        texts, began = self.search.batch_size, time.perf_counter()
         drafts = self._draft(drafting) if self.model.verifies else None
         if drafts is None:
             return self._plain_steps(drafting, texts, began)
@@ -119,7 +119,7 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
     def _draft(self, drafting: Drafting) -> Tensor | None:
         """Return the draft of this round (R, K); None if there is none."""
         search = self.search
-        texts = search.present
+        texts = search.batch_size
         longest = search.longest if search.stop.longest is None else search.stop.longest
         # The pass that verifies K tokens gives K + 1.
         most = min(longest - search.ids.shape[1] - 1, self.model.most_drafted(texts))
@@ -135,7 +135,9 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
 
     def _may_draft(self, drafting: Drafting) -> bool:
         timing = drafting.timing
-        return drafting.draft is not None and (timing is None or timing.drafts(self.search.present))
+        return drafting.draft is not None and (
+            timing is None or timing.drafts(self.search.batch_size)
+        )
 
     def _up_to_ends(self, drafts: Tensor) -> Tensor:
         """Pad texts after their end, and drop the tokens at which all texts have ended."""
@@ -178,7 +180,7 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
             # After texts have left the batch, the other logits have rows for them.
             stands = (
                 made < count
-                and search.present == texts
+                and search.batch_size == texts
                 and torch.equal(search.ids[:, -1], drafts[:, made])
             )
             made += 1

@@ -39,12 +39,12 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
         search, steps, model = self.search, self.steps, self.model
         if search.selector.phase(search.step) is None or search.scores.dtype != torch.float32:
             return None
-        b, m, step, attention = search.present, search.beams, search.step, search.attention
+        b, m, step, attention = search.batch_size, search.beams, search.step, search.attention
         uniform = min(steps.uniform_steps(search.text), search.longest - step, room.COMPACT_EVERY)
         if uniform <= 0 or bool(search.ignored.any()):
             return None
         if attention is not None:
-            attention.make_room(step + uniform - 1)
+            attention.ensure_capacity(step + uniform - 1)
         prepared = model.begin_steps(
             uniform, None if attention is None else attention.rows[step : step + uniform]
         )
@@ -102,7 +102,7 @@ class NativeFirstFinished(native_multistep.NativeMultistep[FirstFinished]):
 
 def _covers(search: FirstFinished, steps: native_multistep.Steps, prepared: Prepared) -> bool:
     """Return whether the tables of a search have the dtypes, shapes and strides that C expects."""
-    b, m, attention = search.present, search.beams, search.attention
+    b, m, attention = search.batch_size, search.beams, search.attention
     return (
         native_multistep.covers_sight(prepared, b, m)
         and steps.covers(b)

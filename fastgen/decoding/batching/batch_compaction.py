@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-Wanted = Callable[[int], bool]
+CancellationCallback = Callable[[int], bool]
 """Cancellation callback: takes the index of a sentence, returns False once it is cancelled.
 
 A cancelled sentence stays cancelled.

@@ -19,9 +19,9 @@ from fastgen.decoding.backends.decode_backend import DecodeBackend, Search, Step
 from fastgen.models.cuda_graphs.replay import JointReplay, Opened, Result
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.joint_step import joint_step
-from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.step_inputs import CallStepInputs
 
-COHORTS = 3
+MAX_IN_FLIGHT = 3
 """Maximum number of cohorts that run at the same time."""
 
 FREED = 0.75
@@ -48,7 +48,7 @@ class JoinableStepper(Stepper, Protocol):
         """Return whether the next step, of this number of rows, runs as a captured step."""
         ...
 
-    def begin_step(self, ids: Tensor) -> Sequence[Context]:
+    def begin_step(self, ids: Tensor) -> Sequence[CallStepInputs]:
         """Prepare a batched step on the newest token of each row of ids, (R, L) int64.
 
         Returns:
@@ -66,7 +66,7 @@ class JoinableStepper(Stepper, Protocol):
 
 
 @dataclass(eq=False)
-class Cohort:
+class InFlightBatch:
     """A running search.
 
     Attributes:
@@ -96,25 +96,25 @@ class Cohort:
 
         Several steps run in a native backend until a callback has to observe one.
         """
-        present, length = self.search.present, self.search.text.length
+        present, length = self.search.batch_size, self.search.text.length
         going = self.backend.advance()
         self.note_steps(max(1, self.search.text.length - length), present)
         return going
 
     def note_steps(self, steps: int, present: int) -> None:
-        """Count decode steps of `present` sentences."""
+        """Count decode steps of `batch_size` sentences."""
         self.steps, self.decoded = self.steps + steps, self.decoded + steps * present
 
     @property
     def tokens(self) -> int:
         """Tokens that the remaining sentences take in a batch."""
-        return self.search.present * self.width
+        return self.search.batch_size * self.width
 
 
-_Cohort = TypeVar("_Cohort", bound=Cohort)
+_Cohort = TypeVar("_Cohort", bound=InFlightBatch)
 
 
-def step(cohorts: Sequence[Cohort], replay: JointReplay) -> list[Any]:
+def step(cohorts: Sequence[InFlightBatch], replay: JointReplay) -> list[Any]:
     """Run one decode step of all cohorts together.
 
     Args:
@@ -159,7 +159,7 @@ def advance(running: list[_Cohort], replay: JointReplay) -> list[_Cohort]:
         return [] if running[0].go_on_alone() else [running.pop()]
     over: list[_Cohort] = []
     for cohort, output in zip(list(running), step(running, replay), strict=True):
-        cohort.note_steps(1, cohort.search.present)
+        cohort.note_steps(1, cohort.search.batch_size)
         if not cohort.backend.select(output):
             running.remove(cohort)
             over.append(cohort)
@@ -193,12 +193,12 @@ class Occupancy:
     decoded: int = 0
     places: int = 0
 
-    def note(self, cohort: Cohort) -> None:
+    def note(self, cohort: InFlightBatch) -> None:
         """Add a finished cohort."""
         self.decoded += cohort.decoded
         self.places += cohort.steps * cohort.sentences
 
-    def room(self, running: Sequence[Cohort], tokens: int) -> int:
+    def room(self, running: Sequence[InFlightBatch], tokens: int) -> int:
         """Return the tokens that another cohort may take now.
 
         Args:
@@ -210,7 +210,7 @@ class Occupancy:
         """
         if not running:
             return tokens
-        if len(running) == COHORTS or self.decoded >= OCCUPIED * self.places:
+        if len(running) == MAX_IN_FLIGHT or self.decoded >= OCCUPIED * self.places:
             return 0
         free = tokens - sum(cohort.tokens for cohort in running)
         return free if free >= FREED * tokens else 0

@@ -36,7 +36,7 @@ class Ancestry:
     def __init__(self, sentences: int, beams: int, longest: int, device: torch.device) -> None:
         self.beams, self.longest = beams, longest
         self.steps = self.filled = 0
-        self.times: Tensor | None = None
+        self.slot_steps: Tensor | None = None
         self._open = False  # Whether the table already has the slots of the next token.
         self.own = torch.full(
             (beams, beams), -torch.inf, dtype=torch.float32, device=device
@@ -53,7 +53,7 @@ class Ancestry:
         return self._visible[:, :, : self.filled]
 
     @property
-    def room(self) -> Tensor:
+    def capacity_buffers(self) -> Tensor:
         """`visible` including its unused capacity, (B, M, capacity)."""
         return self._visible
 
@@ -62,14 +62,15 @@ class Ancestry:
         """Number of decode steps for which the table has room without growing."""
         return (self._visible.shape[2] - self.filled) // self.beams
 
-    def make_room(self) -> None:
+    def ensure_capacity(self) -> None:
         """Grow the table, if necessary, to hold one more token of every beam."""
         filled = self.filled
         if self._visible.shape[2] < filled + self.beams:
             elements = self._visible.shape[0] * self.beams**2
             slots = (
                 filled
-                + room.room_for(self.steps, self.longest, self._visible, elements) * self.beams
+                + room.steps_to_reserve(self.steps, self.longest, self._visible, elements)
+                * self.beams
             )
             grown = self._visible.new_empty(*self._visible.shape[:2], slots)
             grown[:, :, :filled] = self.visible
@@ -90,9 +91,9 @@ class Ancestry:
         self._open = True
 
     def behind(self, prefix: int, mask: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
-        """Return `room` preceded by the mask of the prefix, as one tensor.
+        """Return `capacity_buffers` preceded by the mask of the prefix, as one tensor.
 
-        `room` becomes a view of the returned tensor.
+        `capacity_buffers` becomes a view of the returned tensor.
 
         Args:
             prefix: Length of the prefix in tokens.
@@ -144,24 +145,26 @@ class Ancestry:
         self._open = is_open
 
     def _note_times(self, steps: int) -> None:
-        if self.times is not None:
+        if self.slot_steps is not None:
             now = torch.arange(
-                self.steps, self.steps + steps, device=self.times.device, dtype=torch.int64
+                self.steps, self.steps + steps, device=self.slot_steps.device, dtype=torch.int64
             ).repeat_interleave(self.beams)
-            self.times = torch.cat([self.times, now.expand(self.times.shape[0], -1)], 1)
+            self.slot_steps = torch.cat(
+                [self.slot_steps, now.expand(self.slot_steps.shape[0], -1)], 1
+            )
 
     def note_step(self) -> None:
         """Count the slots of one more token, which are already in the table."""
         self.steps, self.filled = self.steps + 1, self.filled + self.beams
 
     def next_slots(self) -> Table:
-        """Return `room`, grown if necessary, as a table to which one more token can be added."""
-        self.make_room()
+        """Return a table to which one more token can be added, grown if necessary."""
+        self.ensure_capacity()
         return Table(self._visible, self.own.expand(self._visible.shape[0], -1, -1))
 
     def reorder(self, parents: Tensor) -> None:
         """Let beam m of sentence b continue beam parents[b, m]; parents is (B, M) int64."""
-        if self.times is None and self.steps < self.longest:
+        if self.slot_steps is None and self.steps < self.longest:
             extend_rows_([self.next_slots()], parents, self.steps)
             self.note_extended()
         else:
@@ -193,12 +196,12 @@ class Ancestry:
         if 2 * longest > self.filled:
             return None
         slots = _first_true(is_seen, longest)
-        if self.times is None:
-            self.times = torch.arange(self.filled, device=slots.device, dtype=torch.int64).div(
+        if self.slot_steps is None:
+            self.slot_steps = torch.arange(self.filled, device=slots.device, dtype=torch.int64).div(
                 self.beams, rounding_mode="floor"
             )
-            self.times = self.times.expand(slots.shape[0], -1)
-        self.times = self.times.gather(1, slots)
+            self.slot_steps = self.slot_steps.expand(slots.shape[0], -1)
+        self.slot_steps = self.slot_steps.gather(1, slots)
         self._visible[:, :, :longest] = self.visible.gather(
             2, slots[:, None].expand(-1, self.beams, -1)
         )
@@ -213,7 +216,9 @@ class Ancestry:
     def keep(self, sentences: Tensor) -> None:
         """Keep only the given sentences, int64 indices into the current batch."""
         self._visible, self._whole = self._visible.index_select(0, sentences), None
-        self.times = None if self.times is None else self.times.index_select(0, sentences)
+        self.slot_steps = (
+            None if self.slot_steps is None else self.slot_steps.index_select(0, sentences)
+        )
 
 
 def _first_true(chosen: Tensor, count: int) -> Tensor:

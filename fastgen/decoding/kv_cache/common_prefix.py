@@ -46,7 +46,7 @@ def is_on_the_left(mask: Tensor, padding: Tensor) -> bool:
     return torch.equal(mask.to(torch.bool), places >= padding[:, None])
 
 
-def begin_alike(ids: Tensor, padding: Tensor | None) -> bool:
+def have_common_prefix(ids: Tensor, padding: Tensor | None) -> bool:
     """Return whether all prompts begin with the same `LEAST` tokens, and have more.
 
     Args:

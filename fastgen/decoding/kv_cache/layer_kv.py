@@ -15,9 +15,9 @@ from torch import Tensor
 
 from fastgen.decoding.kv_cache import room
 from fastgen.decoding.kv_cache.ancestry import Ancestry
-from fastgen.models.memory.scratch import Memory
+from fastgen.models.memory.scratch import ScratchPool
 from fastgen.ops.cache import move_sentences_, write_slots_
-from fastgen.ops.rotation import Rotation, turn_into_slots_
+from fastgen.ops.rotation import Rotation, rotate_into_slots_
 
 
 class LayerKV:
@@ -36,11 +36,13 @@ class LayerKV:
         filled: Slots of generated tokens in use, of all beams of a sentence together.
         beams: Beams per sentence M.
         common: Keys and values (1, Hkv, C, D) of the first tokens of all sentences, stored once;
-            None if every sentence has its own. `keys`, `values` and `room` end this state by
-            `expand`; `own` and `joined` do not.
+            None if every sentence has its own. `keys`, `values` and `capacity_buffers` end this
+            state by `expand`; `own` and `joined` do not.
     """
 
-    def __init__(self, longest: int, memory: Memory, expected: int = 0, prompt: int = 0) -> None:
+    def __init__(
+        self, longest: int, memory: ScratchPool, expected: int = 0, prompt: int = 0
+    ) -> None:
         self.longest, self.memory, self.expected = longest, memory, expected
         self.prompt = prompt
         self.prefix = 0
@@ -64,12 +66,12 @@ class LayerKV:
     @property
     def keys(self) -> Tensor:
         """Keys in use, a view (B, Hkv, S + T*M, D)."""
-        return self.room[0].narrow(2, 0, self.slots)
+        return self.capacity_buffers[0].narrow(2, 0, self.slots)
 
     @property
     def values(self) -> Tensor:
         """Values in use, a view (B, Hkv, S + T*M, D)."""
-        return self.room[1].narrow(2, 0, self.slots)
+        return self.capacity_buffers[1].narrow(2, 0, self.slots)
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +123,7 @@ class LayerKV:
         """Append L tokens that all beams share; keys and values are (B, Hkv, L, D)."""
         added = keys.shape[2]
         prefix = max(self.prefix + added, self.prompt)
-        steps = room.room_for(0, self.longest, keys, self._elements(keys) * self.expected)
+        steps = room.steps_to_reserve(0, self.longest, keys, self._elements(keys) * self.expected)
         least = prefix - self._apart + steps * self.expected
         if self._keys is None or self._keys.shape[2] < least:
             self._reserve(keys, values, least, least + (self.longest - steps) * self.expected)
@@ -136,7 +138,7 @@ class LayerKV:
         return self._keys is not None
 
     @property
-    def room(self) -> tuple[Tensor, Tensor]:
+    def capacity_buffers(self) -> tuple[Tensor, Tensor]:
         """Key and value buffers including their unused capacity, (B, Hkv, capacity, D) each."""
         self.expand()
         return self.own
@@ -156,7 +158,7 @@ class LayerKV:
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """Key and value buffers as in `room`, but without the common slots."""
+        """Key and value buffers as in `capacity_buffers`, but without the common slots."""
         assert self._keys is not None
         assert self._values is not None
         return self._keys, self._values
@@ -185,9 +187,9 @@ class LayerKV:
     def _open(self, keys: Tensor, values: Tensor) -> None:
         if self._keys is None:
             self._grow(keys, values)
-        self.make_room()
+        self.ensure_capacity()
 
-    def append_turned(
+    def append_rotated(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
     ) -> Tensor:
         """Rotate queries and keys, and append the rotated keys and the values.
@@ -202,7 +204,7 @@ class LayerKV:
             The rotated queries (B*M, H, D).
         """
         self._open(key[:, :, None], value[:, :, None])
-        turned = turn_into_slots_(query, key, value, rotation, *self.room, self.slots)
+        turned = rotate_into_slots_(query, key, value, rotation, *self.capacity_buffers, self.slots)
         self.note_step()
         return turned
 
@@ -217,13 +219,13 @@ class LayerKV:
             Keys and values including tokens and masks, views (B, Hkv, S + (T + 1) * M, D), where T
             counts the new token.
         """
-        self.make_room(2)
-        write_slots_(*self.room, keys, values, self.slots)
+        self.ensure_capacity(2)
+        write_slots_(*self.capacity_buffers, keys, values, self.slots)
         self.note_step()
         seen = self.slots + self.beams
-        return self.room[0][:, :, :seen], self.room[1][:, :, :seen]
+        return self.capacity_buffers[0][:, :, :seen], self.capacity_buffers[1][:, :, :seen]
 
-    def make_room(self, tokens: int = 1) -> None:
+    def ensure_capacity(self, tokens: int = 1) -> None:
         """Make room for `tokens` more tokens of every beam.
 
         Keys and values move to larger buffers if the current ones are too small.
@@ -239,7 +241,7 @@ class LayerKV:
 
         A buffer that is in use already is not copied.
         """
-        for old, new in zip(self.room, (keys, values), strict=True):
+        for old, new in zip(self.capacity_buffers, (keys, values), strict=True):
             if old.data_ptr() != new.data_ptr():
                 new[:, :, : self.slots] = old[:, :, : self.slots]
                 self.memory.forget(old)
@@ -254,13 +256,13 @@ class LayerKV:
 
         Slots are zero until they are written.
         """
-        keys, values = self.room
+        keys, values = self.capacity_buffers
         full = keys.shape[2] < self.prefix + steps
         if full:
-            least = steps + room.room_for(steps, self.longest, keys, self._elements(keys))
+            least = steps + room.steps_to_reserve(steps, self.longest, keys, self._elements(keys))
             self._reserve(keys, values, self.prefix + least, self.prefix + max(least, self.longest))
         if full or not self._blank:
-            for buffer in self.room:
+            for buffer in self.capacity_buffers:
                 buffer[:, :, self.slots :] = 0.0
             self._blank = True
         self.steps = self.filled = max(steps, self.steps)
@@ -268,7 +270,10 @@ class LayerKV:
     def _grow(self, keys: Tensor, values: Tensor, tokens: int = 1) -> None:
         """Grow the buffers by at least `tokens` decode steps, with the shape of keys and values."""
         elements = self._elements(keys) * self.beams
-        more = room.room_for(self.steps, self.longest, keys, elements), self.longest - self.steps
+        more = (
+            room.steps_to_reserve(self.steps, self.longest, keys, elements),
+            self.longest - self.steps,
+        )
         least, most = (self.own_slots + max(tokens, steps) * self.beams for steps in more)
         self._reserve(keys, values, least, most)
 
@@ -338,7 +343,9 @@ class LayerKV:
         are released, because later buffers are larger still.
         """
         rows = keys.shape[0] if self._keys is None else self._keys.shape[0]
-        slots = self.memory.room(keys, self._elements(keys), least, most) if least < most else least
+        slots = (
+            self.memory.capacity(keys, self._elements(keys), least, most) if least < most else least
+        )
         slots = room.aligned(slots, most, keys)
         self._keys = self._moved(self._keys, keys, rows, slots)
         self._values = self._moved(self._values, values, rows, slots)
@@ -369,7 +376,7 @@ def room_for_steps(text: Sequence["LayerKV"], ancestry: Ancestry | None, most: i
         The number of decode steps until a buffer is full or the next compaction is due.
     """
     for layer in text:
-        layer.make_room()
+        layer.ensure_capacity()
         most = min(most, layer.free_slots // layer.beams)
     if ancestry is not None:
         ancestry.have_open()

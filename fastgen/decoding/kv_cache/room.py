@@ -15,7 +15,7 @@ ALIGNED = 16
 """Granularity of buffer sizes in slots, so that kernels can use vectorized loads."""
 
 
-def room_for(steps: int, longest: int, like: Tensor, elements: int) -> int:
+def steps_to_reserve(steps: int, longest: int, like: Tensor, elements: int) -> int:
     """Return the number of decode steps to reserve beyond the `steps` that are filled.
 
     A buffer grows by half of `steps` or by `GROWTH` steps, whichever is more, but not beyond

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastgen.decoding.kv_cache.room import room_for
+from fastgen.decoding.kv_cache.room import steps_to_reserve
 
 
 class AttentionWeights:
@@ -20,14 +20,14 @@ class AttentionWeights:
         self.origins = torch.zeros(sentences, beams, longest, dtype=torch.int64, device=device)
         self.rows = torch.empty(0, sentences, beams, width, dtype=torch.float32, device=device)
 
-    def make_room(self, step: int, steps: int = 1) -> None:
+    def ensure_capacity(self, step: int, steps: int = 1) -> None:
         """Grow `rows` so that `steps` steps can be written from `step` on."""
         longest = self.origins.shape[2]
         least = min(step + steps, max(step + 1, longest))
         if least > self.rows.shape[0]:
             elements = self.rows.shape[1:].numel()
             grown = self.rows.new_empty(
-                max(least, step + room_for(step, longest, self.rows, elements)),
+                max(least, step + steps_to_reserve(step, longest, self.rows, elements)),
                 *self.rows.shape[1:],
             )
             grown[: self.rows.shape[0]] = self.rows

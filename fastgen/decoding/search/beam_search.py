@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.batching.batch_compaction import Wanted, compacted, leaving_now
+from fastgen.decoding.batching.batch_compaction import CancellationCallback, compacted, leaving_now
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.logits.pipeline import (
     apply_transforms,
@@ -28,7 +28,7 @@ from fastgen.decoding.search.finishing_rules import Merged, TransformersRule
 from fastgen.decoding.search.multinomial import GeneratorUser, multinomial
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.cuda_graphs import graph
-from fastgen.models.memory.scratch import Memory
+from fastgen.models.memory.scratch import ScratchPool
 from fastgen.ops.selection.choice import Candidates
 from fastgen.ops.selection.kbest import LogitsUpdates, best_of_log_probs, fused, kbest
 from fastgen.ops.selection.log_softmax import log_softmax, log_softmax_reference
@@ -199,9 +199,11 @@ class BeamSearch:
     captured: bool = False
     exact: bool = False
     trace: Trace = field(default_factory=Trace)
-    wanted: Wanted | None = None
+    wanted: CancellationCallback | None = None
     on_step: Callable[["BeamSearch"], None] | None = None
-    memory: Memory = field(default_factory=Memory, init=False)  # for a step's log-probabilities
+    memory: ScratchPool = field(
+        default_factory=ScratchPool, init=False
+    )  # for a step's log-probabilities
 
     def __post_init__(self) -> None:
         self.user = GeneratorUser() if self.sample else None
@@ -233,7 +235,7 @@ class BeamSearch:
         return self.result
 
     @property
-    def present(self) -> int:
+    def batch_size(self) -> int:
         """Number of sentences still in the batch."""
         return self.prompt.shape[0]
 
@@ -273,7 +275,7 @@ class BeamSearch:
         model.reorder(chosen.parents)
         self.length += 1
         leaving = self.leaving(improvable, done)
-        if over[0] or len(leaving) == self.present:
+        if over[0] or len(leaving) == self.batch_size:
             return False
         if self.on_step is not None:
             self.on_step(self)
@@ -437,11 +439,11 @@ class BeamSearch:
         Returns:
             Whether it was compacted.
         """
-        leaving = leaving_now(leaving, self.present, self.captured) if self.may_drop else ()
+        leaving = leaving_now(leaving, self.batch_size, self.captured) if self.may_drop else ()
         if not leaving:
             return False
         staying = torch.tensor(
-            compacted(self.present, leaving), device=self.ids.device, dtype=torch.int64
+            compacted(self.batch_size, leaving), device=self.ids.device, dtype=torch.int64
         )
         gone = torch.tensor(leaving, device=self.ids.device, dtype=torch.int64)
         if self.result is self.finished:

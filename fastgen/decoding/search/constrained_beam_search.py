@@ -18,7 +18,7 @@ from torch import Tensor
 from fastgen.constraints import Constraint, Progress
 from fastgen.decoding.logits.pipeline import apply_transforms
 from fastgen.decoding.search.beam_search import RowStepper
-from fastgen.decoding.search.pooled_beam_search import Next, PooledBeams, next_of
+from fastgen.decoding.search.pooled_beam_search import PooledBeams, ScoredToken, next_of
 from fastgen.ops.selection.kbest import best_of_log_probs
 
 
@@ -74,7 +74,7 @@ class ConstrainedBeamSearch(PooledBeams):
             *best_of_log_probs(log_probs, self.scores, self.candidates), log_probs.shape[2]
         )
         steps = self._steps(log_probs)
-        beams: list[list[Next]] = []
+        beams: list[list[ScoredToken]] = []
         for place, (candidates, forward) in enumerate(zip(ranked, steps, strict=True)):
             pool = self.pools[self.sentences[place]][0]
             if pool.done:
@@ -111,7 +111,7 @@ class ConstrainedBeamSearch(PooledBeams):
         for beam in (*complete, *incomplete):
             pool.add(totals[beam], self.new_tokens, *self.of_beam(place, beam))
 
-    def _steps(self, log_probs: Tensor) -> list[list[Next]]:
+    def _steps(self, log_probs: Tensor) -> list[list[ScoredToken]]:
         """Return all candidates that advance a constraint, for each sentence.
 
         Args:
@@ -123,15 +123,17 @@ class ConstrainedBeamSearch(PooledBeams):
             for beam, progress in enumerate(known.progress)
             for token in dict.fromkeys(progress.wanted)
         ]
-        steps: list[list[Next]] = [[] for _ in self.known]
+        steps: list[list[ScoredToken]] = [[] for _ in self.known]
         if advancing:
             at = torch.tensor(advancing, device=log_probs.device, dtype=torch.int64).unbind(1)
             totals: list[float] = cast(Any, log_probs[at] + self.scores[at[:2]]).tolist()
             for (place, beam, token), total in zip(advancing, totals, strict=True):
-                steps[place].append(Next(total, beam, token))
+                steps[place].append(ScoredToken(total, beam, token))
         return steps
 
-    def _allocated(self, place: int, chosen: list[Next], steps: list[Next]) -> list[Next]:
+    def _allocated(
+        self, place: int, chosen: list[ScoredToken], steps: list[ScoredToken]
+    ) -> list[ScoredToken]:
         """Allocate the beams of a sentence to its candidates and update its constraint state.
 
         Args:
@@ -162,7 +164,7 @@ class ConstrainedBeamSearch(PooledBeams):
         return [candidates[i] for i in order]
 
 
-def _in_turn(progress: Sequence[Progress], given: Sequence[Next]) -> list[int]:
+def _in_turn(progress: Sequence[Progress], given: Sequence[ScoredToken]) -> list[int]:
     """Return candidate indices, round-robin over the banks.
 
     The best candidate of each bank comes first, the most advanced bank leading; then the second

@@ -77,7 +77,7 @@ class ContrastiveSearch:
         self.tokens = self.probabilities = self.ids[:, :0]  # (B, M), the candidates
 
     @property
-    def present(self) -> int:
+    def batch_size(self) -> int:
         """Number of sentences still in the batch."""
         return len(self.ids)
 
@@ -139,7 +139,7 @@ class ContrastiveSearch:
                 log_probs.new_zeros(len(self.outcome)).index_copy_(0, self.rows, log_probs)
             )
         column = tokens
-        if self.pad is not None and self.present < len(self.outcome):
+        if self.pad is not None and self.batch_size < len(self.outcome):
             column = self.pad.expand(len(self.outcome)).clone().index_copy_(0, self.rows, tokens)
         self.outcome = torch.cat([self.outcome, column[:, None]], 1)
         if self.on_step is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgen.decoding.logits.pipeline import apply_transforms
 from fastgen.decoding.search.beam_search import RowStepper
-from fastgen.decoding.search.pooled_beam_search import Next, PooledBeams, next_of
+from fastgen.decoding.search.pooled_beam_search import PooledBeams, ScoredToken, next_of
 from fastgen.ops.selection.kbest import best_of_log_probs
 
 
@@ -44,7 +44,7 @@ class DiverseBeamSearch(PooledBeams):
             before, after = self.transforms, ()
         log_probs = apply_transforms(log_probs, self.text, before).view(b, m, -1)
         vocabulary = log_probs.shape[2]
-        beams: list[list[Next]] = [[] for _ in range(b)]
+        beams: list[list[ScoredToken]] = [[] for _ in range(b)]
         processed: list[Tensor] = []
         for group in range(self.groups):
             at = slice(group * self.size, (group + 1) * self.size)
@@ -68,7 +68,9 @@ class DiverseBeamSearch(PooledBeams):
             self.trace.scores.append(torch.cat(processed, 1).flatten(0, 1))
         return self.move(model, beams)
 
-    def _of_group(self, place: int, group: int, candidates: Sequence[Next]) -> list[Next]:
+    def _of_group(
+        self, place: int, group: int, candidates: Sequence[ScoredToken]
+    ) -> list[ScoredToken]:
         pool = self.pools[self.sentences[place]][group]
         if pool.done:
             return self.idle(group)
@@ -76,7 +78,7 @@ class DiverseBeamSearch(PooledBeams):
         pool.settle(candidates[0].score, self.new_tokens + 1)
         return chosen
 
-    def _shunned(self, log_probs: Tensor, at: slice, beams: list[list[Next]]) -> Tensor:
+    def _shunned(self, log_probs: Tensor, at: slice, beams: list[list[ScoredToken]]) -> Tensor:
         """Return a group's log-probabilities (B, M / G, V) after the penalty.
 
         Args:

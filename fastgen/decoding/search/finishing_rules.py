@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import native
-from fastgen.ops.dispatch import chosen, in_c, in_memory, plain, unsupported, use_triton
+from fastgen.ops.dispatch import in_c, in_memory, plain, select_backend, unsupported, use_triton
 from fastgen.ops.native import selection as native_selection
 from fastgen.ops.selection import choice
 
@@ -151,7 +151,7 @@ class TransformersRule:
             and scores.shape == done.shape == (b, m)
             and improvable.shape == (b,)
         )
-        by = chosen("choice", unsupported, supported, values)
+        by = select_backend("choice", unsupported, supported, values)
         if not in_c(by):
             return None
         power, far = (

@@ -169,7 +169,7 @@ class FirstFinished:
         return self.finished
 
     @property
-    def present(self) -> int:
+    def batch_size(self) -> int:
         """Number of sentences still in the batch."""
         return len(self.running)
 
@@ -236,9 +236,9 @@ class FirstFinished:
         """
         if self.attention is None:
             self.attention = AttentionWeights(
-                self.present, self.beams, self.longest + 1, attention.shape[1], self.device
+                self.batch_size, self.beams, self.longest + 1, attention.shape[1], self.device
             )
-        self.attention.make_room(self.step, steps)
+        self.attention.ensure_capacity(self.step, steps)
         return self.attention
 
     def ends(self, candidates: Candidates) -> Tensor:
@@ -321,8 +321,8 @@ class FirstFinished:
         over = [b for b, is_over in enumerate(self.over) if is_over]
         if not self.selector.plain:
             return [b for b, is_over in enumerate(self.over) if not is_over] if over else None
-        leaving = leaving_now(over, self.present, self.captured)
-        return compacted(self.present, leaving) if leaving else None
+        leaving = leaving_now(over, self.batch_size, self.captured)
+        return compacted(self.batch_size, leaving) if leaving else None
 
     def keep(self, model: PredictionStepper, staying: list[int]) -> Tensor:
         """Compact the batch to the sentences in `staying`; return their indices as a tensor."""

@@ -49,7 +49,7 @@ class Hypothesis(NamedTuple):
 
 
 @dataclass
-class Pool:
+class BeamHypotheses:
     """Pool of the best finished hypotheses of a sentence or of a group of its beams.
 
     Attributes:
@@ -91,7 +91,7 @@ class Pool:
         self.done = at_once or self._worst >= self.ranking.attainable(best, new_tokens)
 
 
-def best_of(pools: Sequence[Pool], count: int) -> list[Hypothesis]:
+def best_of(pools: Sequence[BeamHypotheses], count: int) -> list[Hypothesis]:
     """Return the `count` best hypotheses of a sentence, best first; the last one wins ties."""
     hypotheses = [hypothesis for pool in pools for hypothesis in pool.hypotheses]
     return sorted(hypotheses, key=_score)[::-1][:count]

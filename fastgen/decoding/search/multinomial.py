@@ -15,11 +15,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from fastgen.models.state import Kept, process_state
+from fastgen.models.state import CachedState, process_state
 
 
 @dataclass(eq=False)
-class DefaultGenerator(Kept):
+class DefaultGenerator(CachedState):
     """Use of torch's default generator for CPUs.
 
     Attributes:

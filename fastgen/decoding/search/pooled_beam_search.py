@@ -16,12 +16,12 @@ from fastgen.decoding.logits.pipeline import keep_sentences
 from fastgen.decoding.logits.text import Text
 from fastgen.decoding.logits.transform import LogitsTransform
 from fastgen.decoding.search.beam_search import RowStepper, Trace
-from fastgen.decoding.search.hypothesis_pools import Hypothesis, Pool, Ranking, best_of
+from fastgen.decoding.search.hypothesis_pools import BeamHypotheses, Hypothesis, Ranking, best_of
 from fastgen.decoding.search.stopping import Stop
 from fastgen.ops.tables import Table, extend_rows_
 
 
-class Next(NamedTuple):
+class ScoredToken(NamedTuple):
     """Candidate of a sentence.
 
     Attributes:
@@ -78,7 +78,9 @@ class PooledBeams:
         )
         self.scores = torch.full((b, m), -1.0e9, dtype=torch.float32, device=device)
         self.scores[:, :: self.size] = 0.0
-        self.pools = [[Pool(self.size, self.ranking) for _ in range(self.groups)] for _ in range(b)]
+        self.pools = [
+            [BeamHypotheses(self.size, self.ranking) for _ in range(self.groups)] for _ in range(b)
+        ]
         self.sentences = list(range(b))  # index of each sentence in the original batch
 
     @property
@@ -87,7 +89,7 @@ class PooledBeams:
         return max(2, 1 + len(self.ends)) * self.size
 
     @property
-    def present(self) -> int:
+    def batch_size(self) -> int:
         """Number of sentences still in the batch."""
         return len(self.sentences)
 
@@ -110,7 +112,9 @@ class PooledBeams:
         """Return the `count` best hypotheses of each sentence, best first, of a finished search."""
         return [hypothesis for pools in self.pools for hypothesis in best_of(pools, count)]
 
-    def chosen(self, place: int, group: int, candidates: Iterable[Next]) -> list[Next]:
+    def chosen(
+        self, place: int, group: int, candidates: Iterable[ScoredToken]
+    ) -> list[ScoredToken]:
         """Select the candidates that continue and add those that end to the group's pool.
 
         Args:
@@ -118,7 +122,7 @@ class PooledBeams:
             group: index of the group.
             candidates: candidates of the group, best first.
         """
-        selected: list[Next] = []
+        selected: list[ScoredToken] = []
         for rank, candidate in enumerate(candidates):
             if candidate.token not in self.ends:
                 selected.append(candidate)
@@ -132,11 +136,11 @@ class PooledBeams:
         """Return whether a beam of the sentence at batch index `place` may end."""
         return True
 
-    def idle(self, group: int) -> list[Next]:
+    def idle(self, group: int) -> list[ScoredToken]:
         """Return padding candidates for the beams of a group that is done."""
-        return [Next(0.0, group * self.size + i, self.pad) for i in range(self.size)]
+        return [ScoredToken(0.0, group * self.size + i, self.pad) for i in range(self.size)]
 
-    def move(self, model: RowStepper, beams: list[list[Next]]) -> bool:
+    def move(self, model: RowStepper, beams: list[list[ScoredToken]]) -> bool:
         """Continue with the selected candidates.
 
         Args:
@@ -201,7 +205,7 @@ class PooledBeams:
             place, beam, : self.new_tokens
         ].clone()
 
-    def _end(self, place: int, group: int, candidate: Next) -> None:
+    def _end(self, place: int, group: int, candidate: ScoredToken) -> None:
         sentence = self.sentences[place]
         ids, beams = self.of_beam(place, candidate.parent)
         row = beams.new_tensor([sentence * self.beams + candidate.parent])
@@ -216,15 +220,17 @@ class PooledBeams:
 
     def _drop(self, model: RowStepper, leaving: Sequence[int]) -> None:
         """Compact the batch if enough sentences leave to pay for moving the others."""
-        if leaving := leaving_now(leaving, self.present, self.captured):
-            staying = compacted(self.present, leaving)
+        if leaving := leaving_now(leaving, self.batch_size, self.captured):
+            staying = compacted(self.batch_size, leaving)
             self.drop(staying)
             kept = torch.tensor(staying, device=self.ids.device, dtype=torch.int64)
             keep_sentences(self.transforms, kept, self.beams)
             model.keep(kept)
 
 
-def next_of(values: Tensor, indices: Tensor, vocabulary: int, first: int = 0) -> list[list[Next]]:
+def next_of(
+    values: Tensor, indices: Tensor, vocabulary: int, first: int = 0
+) -> list[list[ScoredToken]]:
     """Copy the candidates of each sentence to the host.
 
     Args:
@@ -237,7 +243,7 @@ def next_of(values: Tensor, indices: Tensor, vocabulary: int, first: int = 0) ->
     where: list[list[int]] = cast(Any, indices).tolist()
     return [
         [
-            Next(score, first + at // vocabulary, at % vocabulary)
+            ScoredToken(score, first + at // vocabulary, at % vocabulary)
             for score, at in zip(*of, strict=True)
         ]
         for of in zip(scores, where, strict=True)

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastgen.decoding.batching.batch_compaction import Wanted, compacted, leaving_now
+from fastgen.decoding.batching.batch_compaction import CancellationCallback, compacted, leaving_now
 from fastgen.decoding.batching.stable_prefix import OnTokens
 from fastgen.decoding.logits.pipeline import apply_transforms, keep_sentences
 from fastgen.decoding.logits.text import Text
@@ -55,7 +55,7 @@ class Sampling:
     trace: Trace = field(default_factory=Trace)
     on_step: Callable[[Tensor], None] | None = None
     on_tokens: OnTokens | None = None
-    wanted: Wanted | None = None
+    wanted: CancellationCallback | None = None
 
     def __post_init__(self) -> None:
         self.prompt_length = self.ids.shape[1]
@@ -66,7 +66,7 @@ class Sampling:
         self.outcome = self.ids  # (R, P + T), of all rows, including those that have left
 
     @property
-    def present(self) -> int:
+    def batch_size(self) -> int:
         """Number of rows still in the batch."""
         return self.ids.shape[0]
 
@@ -127,7 +127,7 @@ class Sampling:
     def numbers(self) -> Sequence[int]:
         """Return the index of each row of the batch in the original batch."""
         return (
-            range(self.present)
+            range(self.batch_size)
             if self.rows is None
             else cast("list[int]", cast(Any, self.rows).tolist())
         )

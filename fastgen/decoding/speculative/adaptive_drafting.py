@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fastgen.models.state import Kept, state_of
+from fastgen.models.state import CachedState, state_of
 
 SHARE = 0.005
 """Share of the total time that drafting may lose against the large model alone."""
@@ -45,16 +45,16 @@ class _Costs:
     """Cost per token and state of the trials, of rounds or of whole calls.
 
     Attributes:
-        alone: seconds per token without drafts, a moving average; None until measured.
+        without_drafts: seconds per token without drafts, a moving average; None until measured.
         with_drafts: seconds per token with drafts, a moving average; None until measured.
         pays: whether drafts paid in the last trial and in all rounds since.
-        tried: rounds with drafts in the current trial, or since the last refresh of `alone`.
+        tried: rounds with drafts in the current trial, or since the last refresh of `without_drafts`.
         rest: rounds without drafts before the next trial.
         next_rest: value of `rest` after the next failed trial.
         lost: seconds that the last trial cost beyond the large model alone.
     """
 
-    alone: float | None = None
+    without_drafts: float | None = None
     with_drafts: float | None = None
     pays: bool = False
     tried: int = 0
@@ -62,17 +62,17 @@ class _Costs:
     next_rest: int = REST
     lost: float = 0.0
 
-    def note_alone(self, cost: float) -> None:
-        self.alone = _mean(self.alone, cost)
+    def note_undrafted(self, cost: float) -> None:
+        self.without_drafts = _mean(self.without_drafts, cost)
         self.tried, self.rest = 0 if self.tried >= STALE else self.tried, max(0, self.rest - 1)
 
-    def note_drafts(self, cost: float, alone: float, lost: float) -> None:
+    def note_drafts(self, cost: float, without_drafts: float, lost: float) -> None:
         with_drafts = self.with_drafts = _mean(self.with_drafts, cost)
         self.lost = lost + (self.lost if self.tried else 0.0)
         self.tried += 1
-        if self.tried < TRIAL and with_drafts <= DEAR * alone:
+        if self.tried < TRIAL and with_drafts <= DEAR * without_drafts:
             return
-        self.pays = with_drafts <= alone
+        self.pays = with_drafts <= without_drafts
         if self.pays:
             self.next_rest = REST
             return
@@ -109,7 +109,7 @@ class DraftTiming:
     def drafts(self, texts: int) -> bool:
         """Return whether the next round, over `texts` running texts, should draft."""
         costs = self._of(texts)
-        if costs.alone is None or costs.tried >= STALE:
+        if costs.without_drafts is None or costs.tried >= STALE:
             return False
         return costs.pays or costs.tried > 0 or self._can_afford(costs, texts)
 
@@ -128,16 +128,16 @@ class DraftTiming:
             or calls.tried
             or (calls.rest == 0 and self.lost + calls.lost <= SHARE * self.total)
         )
-        return bool(calls.alone is None or worth) and any(
+        return bool(calls.without_drafts is None or worth) and any(
             costs.pays
             or costs.tried
-            or (costs.alone is not None and self._can_afford(costs, 2**size // 2))
+            or (costs.without_drafts is not None and self._can_afford(costs, 2**size // 2))
             for size, costs in self._costs.items()
         )
 
     def _can_afford(self, costs: _Costs, texts: int) -> bool:
         expected = self.prompts + max(
-            costs.lost, (costs.alone or 0.0) * texts * min(texts, UNKNOWN)
+            costs.lost, (costs.without_drafts or 0.0) * texts * min(texts, UNKNOWN)
         )
         return costs.rest == 0 and self.lost + expected <= SHARE * self.total
 
@@ -155,12 +155,12 @@ class DraftTiming:
         if not self._drafted:
             self.prompts = max(self.prompts, 2 * seconds)
         if not drafted:
-            costs.note_alone(seconds / tokens)
-        if not drafted or costs.alone is None:
+            costs.note_undrafted(seconds / tokens)
+        if not drafted or costs.without_drafts is None:
             return
-        lost = seconds - tokens * costs.alone
+        lost = seconds - tokens * costs.without_drafts
         self.lost = max(0.0, self.lost + lost)
-        costs.note_drafts(seconds / tokens + self.start, costs.alone, lost)
+        costs.note_drafts(seconds / tokens + self.start, costs.without_drafts, lost)
 
     def note_call(self, drafted: bool, tokens: int, seconds: float) -> None:
         """Record a call.
@@ -172,9 +172,9 @@ class DraftTiming:
         """
         calls, cost = self._calls, seconds / max(1, tokens)
         if not drafted:
-            calls.note_alone(cost)
-        elif calls.alone is not None:
-            calls.note_drafts(cost, calls.alone, seconds - tokens * calls.alone)
+            calls.note_undrafted(cost)
+        elif calls.without_drafts is not None:
+            calls.note_drafts(cost, calls.without_drafts, seconds - tokens * calls.without_drafts)
 
     def note_start(self, seconds: float, tokens: int) -> None:
         """Record the small model's prefill at the end of a call.
@@ -191,7 +191,7 @@ class DraftTiming:
         return self._costs.setdefault(texts.bit_length(), _Costs())
 
 
-class Paces(Kept):
+class Paces(CachedState):
     """Costs of drafting for one large model, by small model, early-exit layer, and texts."""
 
     def __init__(self) -> None:

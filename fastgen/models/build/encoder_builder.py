@@ -8,12 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastgen.models.build.equivalence_check import OTHERWISE, Verdicts, outcome, verdicts_of
+from fastgen.models.build.equivalence_check import (
+    OUTPUTS_DIFFER,
+    Verdicts,
+    recorded_verdict,
+    verdicts_of,
+)
 from fastgen.models.build.introspection import NotFused, reading
 from fastgen.models.build.stack_reader import StackReader
 from fastgen.models.layers import linear, packed_weights
-from fastgen.models.layers.linear import Linear, Own, Product
-from fastgen.models.memory.scratch import memory_of
+from fastgen.models.layers.linear import Linear, Product, TorchLinear
+from fastgen.models.memory.scratch import scratch_pool_of
 from fastgen.models.runtime.encoder import Encoder, EncoderSelfAttention, PositionBias
 from fastgen.models.runtime.native.encoder import native_encoder
 from fastgen.models.specs.model_spec import Attention, Stack
@@ -62,7 +67,7 @@ class _EncoderReader(StackReader):
         if self.dtype not in DTYPES:
             raise NotFused(f"weights in {self.dtype}")
         self.routes = linear.reason_off(module) is None
-        self.memory = memory_of(module)
+        self.memory = scratch_pool_of(module)
         self.table: PositionBias | None = None
 
     def encoder(self, of: nn.Module) -> Encoder:
@@ -72,9 +77,9 @@ class _EncoderReader(StackReader):
         at_once = native_encoder(sublayers, first is not None)
         if at_once is None:
             state_of(of).of(Verdicts).lacks_c = True
-        encoder = Encoder(of, sublayers, first, embedding, tuple(self.facts), at_once)
-        if outcome(encoder) is False:
-            raise NotFused(OTHERWISE)
+        encoder = Encoder(of, sublayers, first, embedding, tuple(self.fingerprint), at_once)
+        if recorded_verdict(encoder) is False:
+            raise NotFused(OUTPUTS_DIFFER)
         return encoder
 
     def self_attention(self, module: Any, names: Attention) -> EncoderSelfAttention:
@@ -97,7 +102,7 @@ class _EncoderReader(StackReader):
 
     def product(self, module: Any) -> Product:
         own = super().product(module)
-        if type(own) is Own and self.routes and linear.is_plain(own.module):
+        if type(own) is TorchLinear and self.routes and linear.is_plain(own.module):
             packed_weights.check(own.module)
             return Linear(own.module, transposed=False, memory=self.memory)
         return own

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from fastgen.models.comparison import comparing
 from fastgen.models.memory import scratch
-from fastgen.models.state import Kept, kept_of, state_of
+from fastgen.models.state import CachedState, cached_state_of, state_of
 from fastgen.ops.processor import in_tf32
 
 _T = TypeVar("_T")
 
-OTHERWISE = "first-step outputs differ from the family's"
+OUTPUTS_DIFFER = "first-step outputs differ from the family's"
 """Reason why a model whose fused step failed the comparison is not fused."""
 
 UNDECIDED = "the first logits are not finite, so that nothing can be compared"
@@ -76,25 +76,25 @@ FAILURES = AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueE
 """Exceptions by which a model shows that it does not compute as expected."""
 
 
-class Proven(Protocol):
+class Checkable(Protocol):
     """A step or encoder built from the weights of a module.
 
     Attributes:
         module: The module.
-        facts: Whatever else it was built from; equal as long as nothing has changed.
+        fingerprint: Whatever else it was built from; equal as long as nothing has changed.
     """
 
     @property
     def module(self) -> nn.Module: ...
     @property
-    def facts(self) -> tuple[object, ...]: ...
+    def fingerprint(self) -> tuple[object, ...]: ...
 
 
 _Verdict: TypeAlias = tuple[tuple[object, ...], bool]
 
 
 @dataclass(eq=False)
-class Verdicts(Kept):
+class Verdicts(CachedState):
     """The verdicts on one decoder or encoder, each with the facts that it holds for.
 
     Attributes:
@@ -110,7 +110,7 @@ class Verdicts(Kept):
     lacks_c: bool = False
 
 
-class Written(Protocol):
+class RewindableLayer(Protocol):
     """A layer of the KV cache.
 
     Attributes:
@@ -122,7 +122,7 @@ class Written(Protocol):
     filled: int
 
 
-class Tried(NamedTuple):
+class TrialOutputs(NamedTuple):
     """Tensors to compare.
 
     Attributes:
@@ -134,7 +134,9 @@ class Tried(NamedTuple):
     rounded: Sequence[Tensor] | None = None
 
 
-def trial(step: Callable[[], Tensor], text: Sequence[Written], dtype: torch.dtype) -> Tried | None:
+def trial(
+    step: Callable[[], Tensor], text: Sequence[RewindableLayer], dtype: torch.dtype
+) -> TrialOutputs | None:
     """Run a step and rewind the cache, so that the next step overwrites its token.
 
     Args:
@@ -157,7 +159,7 @@ def trial(step: Callable[[], Tensor], text: Sequence[Written], dtype: torch.dtyp
     return tried(again, dtype)
 
 
-def tried(make: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> Tried | None:
+def tried(make: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> TrialOutputs | None:
     """Compute the tensors to compare; in coarse precision, also compute them with rounding noise.
 
     Args:
@@ -168,7 +170,11 @@ def tried(make: Callable[[], Sequence[Tensor]], dtype: torch.dtype) -> Tried | N
         None where `make` fails.
     """
     outputs = made(make)
-    return None if outputs is None else Tried(outputs, _with_noise(make, dtype, outputs[0].device))
+    return (
+        None
+        if outputs is None
+        else TrialOutputs(outputs, _with_noise(make, dtype, outputs[0].device))
+    )
 
 
 def _with_noise(
@@ -227,7 +233,7 @@ def made(make: Callable[[], _T], rounding: Callable[[Tensor], Tensor] | None = N
         return None
 
 
-def verdict(step: Proven, what: Tried | None, own: Tensor) -> str | None:
+def record_verdict(step: Checkable, what: TrialOutputs | None, own: Tensor) -> str | None:
     """Compare a model's first fused step with its own forward and record the verdict.
 
     Args:
@@ -241,12 +247,12 @@ def verdict(step: Proven, what: Tried | None, own: Tensor) -> str | None:
     same = _alike(what, [own])
     if same is None:
         return UNDECIDED
-    if not same or outcome(step) is None:
-        state_of(step.module).of(Verdicts).step = step.facts, same
-    return None if same else OTHERWISE
+    if not same or recorded_verdict(step) is None:
+        state_of(step.module).of(Verdicts).step = step.fingerprint, same
+    return None if same else OUTPUTS_DIFFER
 
 
-def _alike(what: Tried | None, own: Sequence[Tensor]) -> bool | None:
+def _alike(what: TrialOutputs | None, own: Sequence[Tensor]) -> bool | None:
     """Return whether all tensors equal the decoder's own; None where that cannot be decided."""
     if what is None or len(what.found) != len(own):
         return False
@@ -255,39 +261,41 @@ def _alike(what: Tried | None, own: Sequence[Tensor]) -> bool | None:
     return None if None in same else all(same)
 
 
-def outcome(step: Proven) -> bool | None:
+def recorded_verdict(step: Checkable) -> bool | None:
     """Return the recorded verdict for a step with these facts; None where none was reached."""
     return _recorded(step, verdicts_of(step.module).step)
 
 
-def first_outcome(step: Proven) -> bool | None:
-    """Return the recorded verdict for the first token of a text, as `outcome`."""
+def recorded_first_verdict(step: Checkable) -> bool | None:
+    """Return the recorded verdict for the first token of a text, as `recorded_verdict`."""
     return _recorded(step, verdicts_of(step.module).first_token)
 
 
-def first_verdict(step: Proven, what: Tried | None, own: Sequence[Tensor]) -> None:
+def record_first_verdict(step: Checkable, what: TrialOutputs | None, own: Sequence[Tensor]) -> None:
     """Compare a fused first token with that of the decoder's own forward and record the verdict."""
     same = _alike(what, own)
     if same is not None:
-        state_of(step.module).of(Verdicts).first_token = step.facts, same
+        state_of(step.module).of(Verdicts).first_token = step.fingerprint, same
 
 
 def verdicts_of(module: nn.Module) -> Verdicts:
     """Return the verdicts on a module; none are recorded by default."""
-    return kept_of(module, Verdicts) or Verdicts()
+    return cached_state_of(module, Verdicts) or Verdicts()
 
 
-def _recorded(step: Proven, verdict: _Verdict | None) -> bool | None:
-    facts, same = (None, None) if verdict is None else verdict
-    return same if facts == step.facts else None
+def _recorded(step: Checkable, verdict: _Verdict | None) -> bool | None:
+    fingerprint, same = (None, None) if verdict is None else verdict
+    return same if fingerprint == step.fingerprint else None
 
 
-def outcome_in_c(step: Proven) -> bool | None:
-    """Return the recorded verdict for an encoder's layers in C, as `outcome`."""
+def recorded_verdict_in_c(step: Checkable) -> bool | None:
+    """Return the recorded verdict for an encoder's layers in C, as `recorded_verdict`."""
     return _recorded(step, verdicts_of(step.module).in_c)
 
 
-def verdict_in_c(step: Proven, found: Tensor, own: Tensor, make: Callable[[], Tensor]) -> None:
+def record_verdict_in_c(
+    step: Checkable, found: Tensor, own: Tensor, make: Callable[[], Tensor]
+) -> None:
     """Compare an encoder's output in C with that of its torch operations and record the verdict.
 
     Args:
@@ -299,7 +307,7 @@ def verdict_in_c(step: Proven, found: Tensor, own: Tensor, make: Callable[[], Te
     noisy = _with_noise(lambda: [make()], own.dtype, own.device)
     same = agree(found, own, None if noisy is None else noisy[0])
     if same is not None:
-        state_of(step.module).of(Verdicts).in_c = step.facts, same
+        state_of(step.module).of(Verdicts).in_c = step.fingerprint, same
 
 
 def by_modules(reason: object) -> str:

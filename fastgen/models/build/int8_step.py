@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastgen import config
-from fastgen.models.build.equivalence_check import outcome, outcome_in_c
+from fastgen.models.build.equivalence_check import recorded_verdict, recorded_verdict_in_c
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.linear import Int8Linear, Linear
@@ -21,7 +21,7 @@ from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.encoder import Encoder, EncoderSelfAttention
 from fastgen.models.runtime.native.encoder import native_encoder
 from fastgen.models.runtime.native.layers import products_of
-from fastgen.models.runtime.native.multistep_job import is_written, why_not_in_c
+from fastgen.models.runtime.native.multistep_job import supports_steps, why_not_in_c
 from fastgen.models.runtime.native.step import native_step
 from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
 from fastgen.ops import int8, native
@@ -33,7 +33,7 @@ def why_not_int8(step: DecoderStep) -> str:
     """Return why a decode step cannot run on weights in int8; empty if it can."""
     if step.embedding.tokens.device.type != "cpu":
         return "int8 products run on CPUs alone"
-    if (reason := why_not_in_c(step)) or not is_written(step):
+    if (reason := why_not_in_c(step)) or not supports_steps(step):
         return reason or "its steps are not written in C"
     if any(isinstance(sublayer.mixer, Experts) for sublayer in step.sublayers):
         return "a mixture of experts has no products in int8"
@@ -133,9 +133,9 @@ def encoder_to_run(encoder: Encoder) -> Encoder:
 
     An encoder that has not been compared yet, or for whose copies memory is short, runs as it is.
     """
-    if not is_requested() or not outcome(encoder) or why_no_int8_encoder(encoder):
+    if not is_requested() or not recorded_verdict(encoder) or why_no_int8_encoder(encoder):
         return encoder
-    if encoder.run_layers is not None and outcome_in_c(encoder) is None:
+    if encoder.run_layers is not None and recorded_verdict_in_c(encoder) is None:
         return encoder
     rounded = _int8_encoder(encoder)
     if not _is_packed([each for sub in rounded.sublayers for each in products_of(sub)]):
@@ -177,7 +177,7 @@ def _products_of_step(step: DecoderStep) -> list[Any]:
 
 def _makers(step: DecoderStep) -> list[Any]:
     """Return the products of a source's keys and values, which are packed once they are used."""
-    makers = (getattr(sublayer.mixer, "made_by", None) or () for sublayer in step.sublayers)
+    makers = (getattr(sublayer.mixer, "kv_projections", None) or () for sublayer in step.sublayers)
     return [maker for of_layer in makers for maker in of_layer if isinstance(maker, Linear)]
 
 
@@ -230,10 +230,10 @@ def _rounded_mixer(mixer: Any) -> Any:
         multiplier = None if mixer.multiplier is None else _int8(mixer.multiplier)
         return replace(mixer, activated=_int8(mixer.activated), multiplier=multiplier)
     if isinstance(mixer, CrossAttention):
-        makers = mixer.made_by
+        makers = mixer.kv_projections
         if makers is not None and all(isinstance(maker, Linear) for maker in makers):
             makers = _int8(makers[0]), _int8(makers[1])
-        return replace(mixer, query=_int8(mixer.query), made_by=makers)
+        return replace(mixer, query=_int8(mixer.query), kv_projections=makers)
     assert isinstance(mixer, SelfAttention | EncoderSelfAttention), mixer
     return replace(mixer, projections=tuple(map(_int8, mixer.projections)))
 

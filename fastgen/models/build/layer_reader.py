@@ -9,10 +9,10 @@ from torch import nn
 from fastgen.models.build.introspection import NotFused, name_of
 from fastgen.models.build.peft_layers import is_of_peft, lora_parts, without_peft
 from fastgen.models.layers import activation
-from fastgen.models.layers.called import Called, sizes_of
+from fastgen.models.layers.called import ModuleLinear, sizes_of
 from fastgen.models.layers.linear import Product, is_linear, product, products
 from fastgen.models.layers.low_rank import Adapter, LowRank
-from fastgen.models.layers.norm import Norm, OwnNorm, rms_norm
+from fastgen.models.layers.norm import ModuleNorm, Norm, rms_norm
 
 
 class LayerReader:
@@ -27,7 +27,7 @@ class LayerReader:
         read: Modules that were read.
         called: Layers that run as modules.
         free: Modules of other packages that may run, or do not.
-        facts: Values that the step depends on and that no tensor holds.
+        fingerprint: Values that the step depends on and that no tensor holds.
     """
 
     calls = False
@@ -37,7 +37,7 @@ class LayerReader:
         self.read: set[nn.Module] = set()
         self.called: list[nn.Module] = []
         self.free: set[nn.Module] = set()
-        self.facts: list[object] = [dtype, device]
+        self.fingerprint: list[object] = [dtype, device]
 
     def opened(self, outer: nn.Module) -> Any:
         """Return the layer that runs in place of one of PEFT, whose parts count as read."""
@@ -56,7 +56,7 @@ class LayerReader:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise NotFused("weights that are offloaded")
         if (parts := lora_parts(module)) is not None:
-            self.facts.append(("low rank", len(parts)))
+            self.fingerprint.append(("low rank", len(parts)))
             adapters = [Adapter(product(down), product(up), s) for down, up, s in parts]
             return LowRank(self.product(module.base_layer), adapters)
         if not is_linear(module) or type(module.weight) is not nn.Parameter:
@@ -78,8 +78,8 @@ class LayerReader:
             raise NotFused(f"a {name_of(module)} in place of a linear layer")
         self.called.append(module)
         self.free.update(module.modules())
-        self.facts.append(type(module))
-        return Called(module, sizes[0])
+        self.fingerprint.append(type(module))
+        return ModuleLinear(module, sizes[0])
 
     def is_plain(self, module: Any) -> bool:
         """Return whether a layer is a linear one, with a weight of the stack's dtype."""
@@ -105,17 +105,17 @@ class LayerReader:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise NotFused("weights that are offloaded")
         if type(module) is nn.LayerNorm:
-            self.facts.append(module.eps)
+            self.fingerprint.append(module.eps)
             return Norm(module.weight, module.bias, module.eps)
         if type(module).__name__ in _OWN_NORMS:
-            self.facts.append(getattr(module, "variance_epsilon", None))
-            return OwnNorm(module)
+            self.fingerprint.append(getattr(module, "variance_epsilon", None))
+            return ModuleNorm(module)
         rms = rms_norm(module)
         if rms is None:
             raise NotFused(f"a {name_of(module)} in place of a norm")
-        self.facts += (rms.eps, rms.offset)
+        self.fingerprint += (rms.eps, rms.offset)
         if self.dtype == torch.float64:  # toolkit norms compute float64 in float32
-            return OwnNorm(module)
+            return ModuleNorm(module)
         return Norm(module.weight, None, rms.eps, rms=True, offset=rms.offset)
 
     def activation(self, function: Any) -> str:
@@ -126,7 +126,7 @@ class LayerReader:
             raise NotFused(
                 f"an activation function {getattr(function, '__name__', None) or name_of(function)}"
             )
-        self.facts.append(kind)
+        self.fingerprint.append(kind)
         return kind
 
 

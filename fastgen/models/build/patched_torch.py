@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastgen.models.routing.instance import is_toolkits
-from fastgen.models.state import Kept, process_state
+from fastgen.models.state import CachedState, process_state
 
 _LOOKED_UP: tuple[tuple[Any, str], ...] = (
     (
@@ -36,7 +36,7 @@ _LOOKED_UP: tuple[tuple[Any, str], ...] = (
 _PLACES = [(owner, name) for owner, names in _LOOKED_UP for name in names.split()]
 
 
-class Originals(Kept):
+class Originals(CachedState):
     """The functions that the last check has found to be torch's own.
 
     Attributes:

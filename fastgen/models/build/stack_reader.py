@@ -29,8 +29,8 @@ from fastgen.models.build.peft_layers import (
 from fastgen.models.layers import activation
 from fastgen.models.layers.experts import ExpertProducts, Experts, Routing, is_plain
 from fastgen.models.layers.linear import Identity, Product
-from fastgen.models.layers.norm import NormLike, Times, unnormed
-from fastgen.models.layers.positions import Bias, InterleavedRotary, Rotary, RotationTable
+from fastgen.models.layers.norm import ConstantScale, NormLike, unnormed
+from fastgen.models.layers.positions import AttentionBias, InterleavedRotary, Rotary, RotationTable
 from fastgen.models.routing.instance import is_toolkits
 from fastgen.models.runtime.decode_step import Embedding
 from fastgen.models.runtime.prophetnet import StreamAttention, StreamEmbedding
@@ -80,10 +80,10 @@ class StackReader(LayerReader):
         super().__init__(like.dtype, like.device.type)
         self.width: int = like.shape[-1]
         if hasattr(model, "config"):
-            self.facts.append(repr(vars(model.config)))
+            self.fingerprint.append(repr(vars(model.config)))
         alibi = spec.positions.alibi
-        self.bias: Bias | None = None if alibi is None else self.alibi(alibi)
-        self.windows: list[Bias] = []
+        self.bias: AttentionBias | None = None if alibi is None else self.alibi(alibi)
+        self.windows: list[AttentionBias] = []
         self.tables: list[RotationTable] = []
         self.rotations: dict[str | None, Rotary] = {}
         self.buckets: tuple[tuple[int, int], Tensor] | None = None
@@ -113,7 +113,7 @@ class StackReader(LayerReader):
             raise NotFused("autocast chooses the types")
         if torch.is_grad_enabled():
             raise NotFused("gradients are enabled")
-        self.facts += (pre_norm, parallel)
+        self.fingerprint += (pre_norm, parallel)
         sublayers = [
             Sublayer(
                 part.layer,
@@ -201,7 +201,7 @@ class StackReader(LayerReader):
             return None
         normalised, chosen = bool(names.normalised(router)), int(router.top_k)
         gate = None if names.shared_gate is None else at(layer, names.shared_gate)
-        self.facts += (normalised, chosen, kind)
+        self.fingerprint += (normalised, chosen, kind)
         return Routing(
             router.weight, chosen, normalised, names.rounded, kind,
             ExpertProducts(experts, "gate_up_proj"), ExpertProducts(experts, "down_proj"),
@@ -228,8 +228,8 @@ class StackReader(LayerReader):
     def post_norm(self, layer: Any, path: str | None) -> NormLike | None:
         if self.spec.residual_multiplier is not None:
             factor = float(getattr(layer, self.spec.residual_multiplier))
-            self.facts.append(factor)
-            return Times(factor)
+            self.fingerprint.append(factor)
+            return ConstantScale(factor)
         return None if path is None else self.norm(at(layer, path))
 
     def self_attention(self, module: Any, names: Attention) -> Any:
@@ -246,13 +246,13 @@ class StackReader(LayerReader):
         for name in _FUNCTIONS:
             if name in functions and not is_toolkits(functions[name]):
                 raise NotFused(f"a function {name} of its own")
-            self.facts.append(functions.get(name))
+            self.fingerprint.append(functions.get(name))
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in names.qk_norm)
         scale = float(names.scale(inner))
         softcap = None if names.softcap is None else getattr(module, names.softcap)
         groups = names.qkv_groups(module)
         repeats_kv = names.repeats_kv is not None and bool(getattr(module, names.repeats_kv))
-        self.facts += (dims, scale, softcap, groups, repeats_kv)
+        self.fingerprint += (dims, scale, softcap, groups, repeats_kv)
         if names.relative_positions is not None:
             return StreamAttention(
                 tuple(map(self.product, qkv)), heads, dims, scale,
@@ -273,7 +273,7 @@ class StackReader(LayerReader):
         if not plain:  # They run within the model's own attention, before the first step.
             self.free.update(part for maker in makers for part in maker.modules())
         scale, asks = float(names.scale(module)), self.product(query)
-        self.facts += (dims, scale)
+        self.fingerprint += (dims, scale)
         return CrossAttention(
             asks, asks.outputs // dims, dims, scale,
             (self.product(makers[0]), self.product(makers[1])) if plain else None,
@@ -282,7 +282,7 @@ class StackReader(LayerReader):
     def distance_buckets(self, module: Any) -> Tensor:
         """Return the bucket of each distance, (L,) int64, by the toolkit's own function."""
         limits = module.num_buckets, module.relative_max_distance
-        self.facts += limits
+        self.fingerprint += limits
         if self.buckets is None:
             find = vars(sys.modules[type(module).__module__])["compute_relative_buckets"]
             device = module.out_proj.weight.device
@@ -296,7 +296,7 @@ class StackReader(LayerReader):
             raise NotFused(f"buckets of distances of its layers is {[self.buckets[0], limits]}")
         return self.buckets[1]
 
-    def score_bias(self, module: Any, names: Attention) -> Bias | None:
+    def score_bias(self, module: Any, names: Attention) -> AttentionBias | None:
         """Return a module's own bias of scores, else that of an earlier layer or of the stack."""
         if names.causal_mask is not None:
             return self.window(getattr(module, names.causal_mask))
@@ -304,14 +304,14 @@ class StackReader(LayerReader):
             if self.dtype == torch.float16:
                 raise NotFused("float16, in which its sums are clamped")
             self.read.add(module.relative_attention_bias)
-            self.bias = Bias(functools.partial(_by_distance, module, self.longest))
+            self.bias = AttentionBias(functools.partial(_by_distance, module, self.longest))
         return self.bias
 
-    def alibi(self, make: Callable[[Any, int], Tensor]) -> Bias:
+    def alibi(self, make: Callable[[Any, int], Tensor]) -> AttentionBias:
         by_key = self.spec.positions.alibi_by_key
-        return Bias(functools.partial(make, self.stack, self.longest), by_key)
+        return AttentionBias(functools.partial(make, self.stack, self.longest), by_key)
 
-    def window(self, visible: Tensor) -> Bias | None:
+    def window(self, visible: Tensor) -> AttentionBias | None:
         """Return the bias that limits attention to the window of the longest text's last token.
 
         Args:
@@ -330,7 +330,7 @@ class StackReader(LayerReader):
         )
         known = next((bias for bias in self.windows if torch.equal(bias.table, table)), None)
         if known is None:
-            known = Bias(lambda: table)
+            known = AttentionBias(lambda: table)
             self.windows.append(known)
         return known
 
@@ -349,7 +349,7 @@ class StackReader(LayerReader):
             scale = 1.0  # The module applies it.
         scale = float(scale.to(tokens.weight.dtype) if isinstance(scale, Tensor) else scale)
         normed = self.norm(part_or_none(stack, spec.norm))
-        self.facts.append(scale)
+        self.fingerprint.append(scale)
         places = self.spec.positions
         positions = part_or_none(stack, places.table)
         if positions is None:
@@ -367,7 +367,7 @@ class StackReader(LayerReader):
             raise NotFused(f"positions in {table.dtype} on {table.device}")
         padding = None if places.padding is None else positions.padding_idx
         row = None if places.padding == "previous" else padding or 0
-        self.facts += (first, padding, row)
+        self.fingerprint += (first, padding, row)
         if spec.token_types is not None:
             types = at(stack, spec.token_types)
             self.read.add(types)
@@ -409,7 +409,7 @@ class StackReader(LayerReader):
             spec.applies(attention),
             None if spec.kind is None else getattr(attention, spec.kind),
         )
-        self.facts += (type(module), which, applies)
+        self.fingerprint += (type(module), which, applies)
         if not applies:
             return None
         if which not in self.rotations:

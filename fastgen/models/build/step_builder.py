@@ -4,12 +4,12 @@ import functools
 
 from torch import Tensor, nn
 
-from fastgen.models.build.equivalence_check import OTHERWISE, outcome
+from fastgen.models.build.equivalence_check import OUTPUTS_DIFFER, recorded_verdict
 from fastgen.models.build.introspection import NotFused, at, name_of, reading
 from fastgen.models.build.stack_reader import StackReader
 from fastgen.models.layers.linear import Product
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.masked_step import MaskedStep, Prediction
+from fastgen.models.runtime.masked_step import MaskedLMHead, MaskedStep
 from fastgen.models.runtime.native.step import native_step
 from fastgen.models.specs.model_spec import Head, ModelSpec
 
@@ -53,7 +53,7 @@ class _DecoderReader(StackReader):
             bias=_bias(self.model, head.bias),
             scale=head.scale(self.model),
             softcap=head.softcap(self.model),
-            facts=tuple(self.facts),
+            fingerprint=tuple(self.fingerprint),
             run_layers=native_step(sublayers, first is not None) if masked is None else None,
             called=tuple(map(name_of, self.called)),
         )
@@ -61,8 +61,8 @@ class _DecoderReader(StackReader):
         self.check_rest(head.projection, *transform)
         if step.called and (masked is not None or embedding.streams is not None):
             raise NotFused(f"a {step.called[0]} in place of a linear layer")
-        if outcome(step) is False:
-            raise NotFused(OTHERWISE)
+        if recorded_verdict(step) is False:
+            raise NotFused(OUTPUTS_DIFFER)
         return step
 
     def head(self, spec: Head) -> Product:
@@ -71,7 +71,7 @@ class _DecoderReader(StackReader):
             return out
         # This module also registers the head's bias.
         self.read.add(at(self.model, spec.projection.rpartition(".")[0]))
-        return Prediction(
+        return MaskedLMHead(
             self.product(at(self.model, spec.transform.projection)),
             self.activation(at(self.model, spec.transform.activation)),
             self.norm(at(self.model, spec.transform.norm)),

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models.layers.experts import Experts
-from fastgen.models.layers.linear import Identity, Own, SideBySide
+from fastgen.models.layers.linear import Identity, MergedLinear, TorchLinear
 from fastgen.models.layers.low_rank import Adapter, LowRank
-from fastgen.models.layers.norm import Norm, OwnNorm, Times
-from fastgen.models.layers.positions import Bias, InterleavedRotary, RotationTable
+from fastgen.models.layers.norm import ConstantScale, ModuleNorm, Norm
+from fastgen.models.layers.positions import AttentionBias, InterleavedRotary, RotationTable
 from fastgen.models.runtime.decode_step import DecoderStep, Embedding
 from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
 
@@ -21,21 +21,21 @@ class Unknown(Exception):
     """The fingerprint of a step is undefined, as it does not cover one of its parts."""
 
 
-_MADE: dict[type, tuple[str, ...]] = {SideBySide: ("weight", "bias"), Bias: ("table",)}
+_MADE: dict[type, tuple[str, ...]] = {MergedLinear: ("weight", "bias"), AttentionBias: ("table",)}
 """Attributes that hold tensors derived from weights for the duration of a call."""
 
 _PARTS = (
-    Adapter, DecoderStep, Embedding, FeedForward, InterleavedRotary, LowRank, Norm, OwnNorm,
-    RotationTable, CrossAttention, Sublayer, SelfAttention, Times,
+    Adapter, DecoderStep, Embedding, FeedForward, InterleavedRotary, LowRank, Norm, ModuleNorm,
+    RotationTable, CrossAttention, Sublayer, SelfAttention, ConstantScale,
 )  # fmt: skip
 _UNREAD: dict[type, tuple[str, ...]] = {
-    DecoderStep: ("facts", "module", "run_layers"),
-    CrossAttention: ("made_by",),
+    DecoderStep: ("fingerprint", "module", "run_layers"),
+    CrossAttention: ("kv_projections",),
 }
 """Fields that a decode step on a device does not read."""
 
 
-def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
+def fingerprint_of(part: Any, made: list[tuple[Any, str]]) -> object:
     """Return everything a part of a step reads, equal where a graph of one is valid for the other.
 
     Args:
@@ -45,7 +45,7 @@ def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
     Raises:
         Unknown: The fingerprint does not cover a part.
     """
-    again = functools.partial(facts_of, made=made)
+    again = functools.partial(fingerprint_of, made=made)
     kind: Any = type(part)
     if part is None or kind in (bool, int, float, str, torch.dtype) or isinstance(part, type):
         return part
@@ -69,7 +69,7 @@ def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
     # A closure may hold tensors, which a fingerprint must not keep alive.
     if kind is FunctionType and part.__closure__ is None:
         return part
-    if kind is Own:
+    if kind is TorchLinear:
         return (
             kind,
             *(
@@ -103,6 +103,6 @@ def facts_of(part: Any, made: list[tuple[Any, str]]) -> object:
     names = [
         each.name for each in dataclasses.fields(part) if each.name not in _UNREAD.get(kind, ())
     ]
-    # `facts` of a step are kept alive by its equivalence check anyway.
-    own: tuple[object, ...] = part.facts if kind is DecoderStep else ()
+    # `fingerprint` of a step are kept alive by its equivalence check anyway.
+    own: tuple[object, ...] = part.fingerprint if kind is DecoderStep else ()
     return (kind, own, *(again(getattr(part, name)) for name in names))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config
-from fastgen.models.state import Kept, process_state
+from fastgen.models.state import CachedState, process_state
 from fastgen.ops.dispatch import counting_in, new_counters
 
 _T = TypeVar("_T")
@@ -90,14 +90,14 @@ class CapturePool:
 
 
 def capture(
-    function: Callable[[], _T], device: torch.device, place: CapturePool | None
+    function: Callable[[], _T], device: torch.device, pool: CapturePool | None
 ) -> tuple[Callable[[], object], _T]:
     """Capture a function that has already run with the same shapes, without running it.
 
     Args:
         function: The function.
         device: The device it runs on.
-        place: The pool to capture in.
+        pool: The pool to capture in.
 
     Returns:
         A callable that replays the graph, and the function's result: tensors that every replay
@@ -107,18 +107,18 @@ def capture(
         NotCaptured: The function synchronises with the device or does something else that a graph
             cannot record. The pool is unusable afterwards.
     """
-    assert place is not None
+    assert pool is not None
     graph = torch.cuda.CUDAGraph()
-    place.stream.wait_stream(torch.cuda.current_stream(device))
+    pool.stream.wait_stream(torch.cuda.current_stream(device))
     try:
-        with _without_collection(), torch.cuda.stream(place.stream), counting_in(place.counters):
-            graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
+        with _without_collection(), torch.cuda.stream(pool.stream), counting_in(pool.counters):
+            graph.capture_begin(pool=pool.pool, capture_error_mode="thread_local")
             try:
                 result = function()
             finally:
                 graph.capture_end()
     except BaseException as error:
-        place.abandon()
+        pool.abandon()
         if not isinstance(error, Exception):
             raise
         raise NotCaptured(_first_line(error)) from error
@@ -129,7 +129,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-class RunningCaptures(Kept):
+class RunningCaptures(CachedState):
     """The captures that run now, in all threads.
 
     Attributes:
@@ -163,7 +163,7 @@ class BorrowedPool:
     """A `CapturePool` borrowed at its first use and returned when the last user is collected."""
 
     def __init__(self) -> None:
-        self._lent: tuple[Any, CapturePool] | None = None
+        self._borrowed_pool: tuple[Any, CapturePool] | None = None
 
     def place(self, device: torch.device) -> CapturePool | None:
         """Return the pool; None on a CPU, which has no graphs.
@@ -171,37 +171,39 @@ class BorrowedPool:
         Raises:
             NotCaptured: There is no free pool, and the device cannot make one.
         """
-        if self._lent is None and device.type == "cuda":
+        if self._borrowed_pool is None and device.type == "cuda":
             try:
-                self._lent = _borrowed(device)
+                self._borrowed_pool = _borrowed(device)
             except RuntimeError as error:
                 raise NotCaptured(_first_line(error)) from error
-        return None if self._lent is None else self._lent[1]
+        return None if self._borrowed_pool is None else self._borrowed_pool[1]
 
     def lose(self) -> None:
         """Drop the pool without returning it, as a failed capture left it in an unknown state."""
-        self._lent = None
+        self._borrowed_pool = None
 
     def __del__(self) -> None:
-        lent, self._lent = self._lent, None
-        if lent is not None:
+        borrowed_pool, self._borrowed_pool = self._borrowed_pool, None
+        if borrowed_pool is not None:
             with _lock:
-                process_state().of(FreePools).pools.setdefault(lent[0], []).append(lent[1])
+                process_state().of(FreePools).pools.setdefault(borrowed_pool[0], []).append(
+                    borrowed_pool[1]
+                )
 
 
 class CapturedFunction:
     """A function over static memory, captured at its second run and replayed from then on.
 
     Args:
-        lent: The pool to capture in. Functions may share it if none of them runs between a run of
-            this one and the last read of its result. None for a pool of its own.
+        borrowed_pool: The pool to capture in. Functions may share it if none of them runs between a
+            run of this one and the last read of its result. None for a pool of its own.
     """
 
-    def __init__(self, lent: BorrowedPool | None = None) -> None:
+    def __init__(self, borrowed_pool: BorrowedPool | None = None) -> None:
         self._inputs: tuple[object, ...] | None = None
         self._launch: Callable[[], object] | None = None
         self._result: Any = None
-        self._lent = BorrowedPool() if lent is None else lent
+        self._borrowed_pool = BorrowedPool() if borrowed_pool is None else borrowed_pool
 
     def __call__(self, function: Callable[[], _T], device: torch.device, *inputs: object) -> _T:
         """Return the function's result, which the next run may overwrite.
@@ -245,16 +247,16 @@ class CapturedFunction:
         self, function: Callable[[], _T], device: torch.device
     ) -> tuple[Callable[[], object], _T]:
         try:
-            return capture(function, device, self._lent.place(device))
+            return capture(function, device, self._borrowed_pool.place(device))
         except BaseException:
-            self._lent.lose()
+            self._borrowed_pool.lose()
             raise
 
 
 _lock = threading.RLock()  # reentrant, as garbage collection may return a pool meanwhile
 
 
-class FreePools(Kept):
+class FreePools(CachedState):
     """Pools that nobody uses, by device and by the stream that launches and so orders the graphs.
 
     Attributes:

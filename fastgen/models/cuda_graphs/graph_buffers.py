@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.models.build.step_fingerprint import Unknown, facts_of
+from fastgen.models.build.step_fingerprint import Unknown, fingerprint_of
 from fastgen.models.cuda_graphs import graph
 from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.step_inputs import KeysAndValues
-from fastgen.models.state import Kept, state_of
+from fastgen.models.state import CachedState, state_of
 from fastgen.ops.processor import in_tf32
 
 GRAPHS = 16
@@ -50,8 +50,8 @@ class Layer(KeysAndValues, Protocol):
     filled: int
 
     @property
-    def room(self) -> tuple[Tensor, Tensor]: ...
-    def make_room(self, tokens: int = 1) -> None: ...
+    def capacity_buffers(self) -> tuple[Tensor, Tensor]: ...
+    def ensure_capacity(self, tokens: int = 1) -> None: ...
     def note_step(self, steps: int = 1) -> None: ...
     def move(self, keys: Tensor, values: Tensor) -> None: ...
 
@@ -68,7 +68,7 @@ class Beams(Protocol):
 
 
 @dataclass
-class Reads:
+class GraphInputs:
     """Where the steps of a call currently read everything but the weights.
 
     Attributes:
@@ -79,7 +79,7 @@ class Reads:
         first: Position of the first token after the prefix; (B,) int64 where sentences differ.
         prefix_mask: (B, 1, 1, P) additive; None where everything is visible.
         source_mask: (B, 1, 1, S) additive; None where everything is visible.
-        watched: Layer whose cross-attention weights are requested; None for none.
+        alignment_layer: Layer whose cross-attention weights are requested; None for none.
     """
 
     sentences: int
@@ -89,12 +89,12 @@ class Reads:
     first: int | Tensor
     prefix_mask: Tensor | None = None
     source_mask: Tensor | None = None
-    watched: int | None = None
+    alignment_layer: int | None = None
 
     @property
     def held(self) -> tuple[object, ...]:
         """Objects that stay identical as long as nothing moves."""
-        layers = (layer.room[0] for layer in (*self.text, *self.source))
+        layers = (layer.capacity_buffers[0] for layer in (*self.text, *self.source))
         seen = self.prefix_mask if self.ancestry is None else self.ancestry.whole
         return *layers, seen, self.source_mask, self.first
 
@@ -130,12 +130,12 @@ class GraphBuffers:
     repeated: graph.CapturedFunction
 
     @classmethod
-    def own(cls, reads: Reads, lent: graph.BorrowedPool) -> "GraphBuffers":
+    def own(cls, reads: GraphInputs, borrowed_pool: graph.BorrowedPool) -> "GraphBuffers":
         """Return buffers that alias a call's own keys, values and masks."""
         first, mask = reads.text[0], reads.prefix_mask
-        slots = min(layer.room[0].shape[2] for layer in reads.text)
+        slots = min(layer.capacity_buffers[0].shape[2] for layer in reads.text)
         if reads.ancestry is not None:
-            mask = reads.ancestry.behind(first.prefix, mask, first.room[0].dtype)
+            mask = reads.ancestry.behind(first.prefix, mask, first.capacity_buffers[0].dtype)
             slots = min(slots, mask.shape[2])
             mask = mask[:, :, :slots]
         elif mask is not None:
@@ -143,14 +143,14 @@ class GraphBuffers:
         text, source = (
             [
                 (keys[:, :, :count], values[:, :, :count])
-                for keys, values in (layer.room for layer in of)
+                for keys, values in (layer.capacity_buffers for layer in of)
             ]
             for of, count in (
                 (reads.text, slots),
                 (reads.source, reads.source[0].prefix if reads.source else 0),
             )
         )
-        numbers = torch.empty(5, dtype=torch.int64, device=first.room[0].device)
+        numbers = torch.empty(5, dtype=torch.int64, device=first.capacity_buffers[0].device)
         tokens = numbers.new_empty(reads.sentences * first.beams)
         at = reads.first if isinstance(reads.first, Tensor) else None
         return cls(
@@ -162,10 +162,10 @@ class GraphBuffers:
             mask,
             reads.source_mask,
             at,
-            graph.CapturedFunction(lent),
+            graph.CapturedFunction(borrowed_pool),
         )
 
-    def of_first(self, sentences: int, lent: graph.BorrowedPool) -> "GraphBuffers":
+    def of_first(self, sentences: int, borrowed_pool: graph.BorrowedPool) -> "GraphBuffers":
         """Return views of the first sentences, with a graph of their own."""
         n, beams = sentences, len(self.tokens) // self.sentences
         text, source = (
@@ -184,7 +184,7 @@ class GraphBuffers:
             mask,
             source_mask,
             first,
-            graph.CapturedFunction(lent),
+            graph.CapturedFunction(borrowed_pool),
         )
 
 
@@ -209,7 +209,7 @@ class Shape:
     outputs: int
 
     @classmethod
-    def of(cls, reads: Reads, outputs: int) -> "Shape":
+    def of(cls, reads: GraphInputs, outputs: int) -> "Shape":
         """Return the shape of the buffers for a call.
 
         Args:
@@ -217,23 +217,31 @@ class Shape:
             outputs: Bytes that a step outputs per row.
         """
         layers, beams = (*reads.text, *reads.source), reads.text[0].beams
-        slots = rounded(reads.text[0].room[0].shape[2])
+        slots = rounded(reads.text[0].capacity_buffers[0].shape[2])
         positions = reads.source[0].prefix if reads.source else 0
-        if reads.watched is None:  # else the attention weights have exactly this length
+        if reads.alignment_layer is None:  # else the attention weights have exactly this length
             positions = rounded(positions)
-        heads = tuple((kv.shape[1], kv.shape[3], kv.dtype) for layer in layers for kv in layer.room)
+        heads = tuple(
+            (kv.shape[1], kv.shape[3], kv.dtype)
+            for layer in layers
+            for kv in layer.capacity_buffers
+        )
         masks = (
             reads.ancestry is not None,
             reads.prefix_mask is not None,
             isinstance(reads.first, Tensor),
         )
         text, source = (
-            sum(kv.shape[1] * kv.shape[3] * kv.element_size() for layer in of for kv in layer.room)
+            sum(
+                kv.shape[1] * kv.shape[3] * kv.element_size()
+                for layer in of
+                for kv in layer.capacity_buffers
+            )
             for of in (reads.text, reads.source)
         )
-        mask = beams * reads.text[0].room[0].element_size()  # bytes per slot
+        mask = beams * reads.text[0].capacity_buffers[0].element_size()  # bytes per slot
         nbytes = reads.sentences * (slots * (text + mask) + positions * source)
-        others = beams, heads, masks, reads.watched
+        others = beams, heads, masks, reads.alignment_layer
         return cls(reads.sentences, slots, positions, others, nbytes, beams * outputs)
 
     def has_room_for(self, other: "Shape") -> bool:
@@ -257,8 +265,8 @@ class PooledBuffers:
     Attributes:
         shape: Their shape.
         of: The pool they belong to.
-        facts: The fingerprint of the step their graphs are valid for.
-        lent: The pool of graph memory.
+        fingerprint: The fingerprint of the step their graphs are valid for.
+        borrowed_pool: The pool of graph memory.
         kept: Graphs of other functions that read the step's output, such as token selection.
         whole: Buffers of all sentences; None before the first use.
         by_sentences: Buffers of the first n sentences by n, the latest last, each with its graph.
@@ -266,8 +274,8 @@ class PooledBuffers:
 
     shape: Shape
     of: "BufferPool"
-    facts: object
-    lent: graph.BorrowedPool = field(default_factory=graph.BorrowedPool)
+    fingerprint: object
+    borrowed_pool: graph.BorrowedPool = field(default_factory=graph.BorrowedPool)
     kept: KeptGraphs = field(default_factory=KeptGraphs)
     whole: GraphBuffers | None = None
     by_sentences: dict[int, GraphBuffers] = field(default_factory=dict[int, GraphBuffers])
@@ -276,19 +284,19 @@ class PooledBuffers:
     def nbytes(self) -> int:
         return self.shape.nbytes + sum(self.by_sentences) * self.shape.outputs + self.kept.nbytes
 
-    def has_room_for(self, reads: Reads) -> bool:
+    def has_room_for(self, reads: GraphInputs) -> bool:
         """Return whether a call in these buffers still fits after a compaction or growth."""
         return (
             reads.sentences <= self.shape.sentences
-            and reads.text[0].room[0].shape[2] <= self.shape.slots
+            and reads.text[0].capacity_buffers[0].shape[2] <= self.shape.slots
         )
 
-    def take(self, reads: Reads) -> GraphBuffers:
+    def take(self, reads: GraphInputs) -> GraphBuffers:
         """Move a call's tensors into these buffers."""
         if self.whole is None:
             self.whole = self._buffers(reads)
         buffers = self.by_sentences.pop(reads.sentences, None) or self.whole.of_first(
-            reads.sentences, self.lent
+            reads.sentences, self.borrowed_pool
         )
         self.by_sentences[reads.sentences] = buffers
         if len(self.by_sentences) > GRAPHS:
@@ -301,13 +309,16 @@ class PooledBuffers:
         _write(buffers, reads)
         return buffers
 
-    def _buffers(self, reads: Reads) -> GraphBuffers:
+    def _buffers(self, reads: GraphInputs) -> GraphBuffers:
         """Allocate buffers for all sentences, with the head sizes and dtypes of a call."""
-        shape, keys, beams = self.shape, reads.text[0].room[0], reads.text[0].beams
+        shape, keys, beams = self.shape, reads.text[0].capacity_buffers[0], reads.text[0].beams
         b = shape.sentences
         text, source = (
             [
-                tuple(kv.new_empty(b, kv.shape[1], count, kv.shape[3]) for kv in layer.room)
+                tuple(
+                    kv.new_empty(b, kv.shape[1], count, kv.shape[3])
+                    for kv in layer.capacity_buffers
+                )
                 for layer in layers
             ]
             for layers, count in ((reads.text, shape.slots), (reads.source, shape.positions))
@@ -319,11 +330,11 @@ class PooledBuffers:
             keys.new_empty(b, beams, shape.slots) if masked else None,
             keys.new_empty(b, 1, 1, shape.positions) if source else None,
             numbers.new_empty(b) if isinstance(reads.first, Tensor) else None,
-            graph.CapturedFunction(self.lent),
+            graph.CapturedFunction(self.borrowed_pool),
         )  # fmt: skip
 
 
-def _write(buffers: GraphBuffers, reads: Reads) -> None:
+def _write(buffers: GraphBuffers, reads: GraphInputs) -> None:
     """Write a call's masks and positions into static buffers; mask what lies beyond its source."""
     if buffers.source_mask is not None:
         count = reads.source[0].prefix
@@ -352,7 +363,7 @@ class BufferPool:
     """Pooled buffers of one decoder, valid for the current fingerprint of its step."""
 
     def __init__(self) -> None:
-        self.facts: object = None
+        self.fingerprint: object = None
         self.made: list[Tensor] = []
         self.free: list[PooledBuffers] = []  # from least to most recently used
 
@@ -368,10 +379,10 @@ class BufferPool:
             Unknown: The step has no fingerprint.
         """
         holders: list[tuple[Any, str]] = []
-        facts = facts_of(step, holders)
+        fingerprint = fingerprint_of(step, holders)
         made: list[Tensor] = [getattr(holder, name) for holder, name in holders]
-        if facts != self.facts:
-            self.facts, self.made, self.free = facts, made, []
+        if fingerprint != self.fingerprint:
+            self.fingerprint, self.made, self.free = fingerprint, made, []
         for (holder, name), kept, new in zip(holders, self.made, made, strict=True):
             if new is not kept:
                 kept.copy_(new)
@@ -381,14 +392,14 @@ class BufferPool:
         """Return the smallest free buffers that suit a call, or new ones."""
         fitting = [buffers for buffers in self.free if buffers.shape.has_room_for(shape)]
         if not fitting:
-            return PooledBuffers(shape, self, self.facts)
+            return PooledBuffers(shape, self, self.fingerprint)
         buffers = min(fitting, key=lambda each: each.shape.nbytes)
         self.free.remove(buffers)
         return buffers
 
     def take_back(self, seat: PooledBuffers) -> None:
         """Keep buffers for later calls, and drop the least recently used ones beyond the limit."""
-        if seat.facts is not self.facts:
+        if seat.fingerprint is not self.fingerprint:
             return
         self.free.append(seat)
         while sum(each.nbytes for each in self.free) > most_kept():
@@ -398,7 +409,7 @@ class BufferPool:
 _lock = threading.RLock()  # reentrant, as garbage collection may return buffers meanwhile
 
 
-class BufferPools(Kept):
+class BufferPools(CachedState):
     """The pools of one decoder, by `_circumstances`."""
 
     label = "CUDA graphs' buffers"
@@ -416,18 +427,18 @@ class BufferPools(Kept):
         """Free the pooled buffers that no call uses, and forget their graphs."""
         with _lock:
             for pool in self.pools.values():
-                pool.facts, pool.made, pool.free = None, [], []
+                pool.fingerprint, pool.made, pool.free = None, [], []
         return False
 
 
-def borrow(step: DecoderStep, reads: Reads) -> PooledBuffers | None:
+def borrow(step: DecoderStep, reads: GraphInputs) -> PooledBuffers | None:
     """Return buffers for a call, to be given back; None where it should use memory of its own."""
     if config.settings().graphs == "call":
         return None
     shape = Shape.of(reads, step.head.outputs * step.dtype.itemsize)
     if shape.nbytes + shape.sentences * shape.outputs > most_kept():
         return None
-    now = _circumstances(reads.text[0].room[0].device)
+    now = _circumstances(reads.text[0].capacity_buffers[0].device)
     with _lock:
         pools = state_of(step.module).of(BufferPools).pools
         # Drop pools of a device that the model has left.

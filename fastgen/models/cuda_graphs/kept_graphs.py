@@ -45,7 +45,7 @@ class CallState:
         parts: Objects, each with the names of the attributes that the function reads.
 
     Attributes:
-        facts: What has to be equal for a graph of one call to be valid for another.
+        fingerprint: What has to be equal for a graph of one call to be valid for another.
         holders: Where the call holds its tensors, in an order that equal facts imply.
 
     Raises:
@@ -57,7 +57,7 @@ class CallState:
         self.holders: list[Holder] = []
         self._tensors: dict[int, int] = {}  # number of each tensor, by id
         self._open: list[object] = []  # objects that are being described
-        self.facts: object = tuple(
+        self.fingerprint: object = tuple(
             self._facts(getattr(part, name), (part, name))
             for part, names in parts
             for name in names
@@ -72,7 +72,7 @@ class CallState:
         """Return the place of a tensor in `holders`; None if it is not part of the state."""
         return self._tensors.get(id(tensor))
 
-    def _facts(self, part: Any, holder: Holder | None) -> object:
+    def _fingerprint(self, part: Any, holder: Holder | None) -> object:
         kind: Any = type(part)
         if part is None or kind in (bool, int, float, str, torch.dtype, torch.device):
             return part
@@ -86,7 +86,7 @@ class CallState:
         finally:
             self._open.pop()
 
-    def _facts_of_object(self, part: Any) -> object:
+    def _fingerprint_of_object(self, part: Any) -> object:
         kind: Any = type(part)
         if issubclass(kind, list) and not getattr(part, "__dict__", None):
             return tuple(self._facts(each, (part, place)) for place, each in enumerate(part))
@@ -111,7 +111,7 @@ class CallState:
             if name not in unread
         )
 
-    def _facts_of_tensor(self, part: Tensor, holder: Holder | None) -> object:
+    def _fingerprint_of_tensor(self, part: Tensor, holder: Holder | None) -> object:
         if part.device != self.device:
             if part.numel() > MOST_VALUES or part.device.type != "cpu":
                 raise NotKept(f"{part.numel()} numbers on {part.device}")
@@ -151,14 +151,14 @@ class KeptGraph:
     """A graph and the memory that it reads and writes.
 
     Attributes:
-        facts: What has to be equal for the graph to be valid.
+        fingerprint: What has to be equal for the graph to be valid.
         inputs: Inputs of the function, which keep the memory of the facts allocated.
         memory: The tensors of the state.
         launch: Replays the graph.
         result: What it returns.
     """
 
-    facts: object
+    fingerprint: object
     inputs: tuple[object, ...]
     memory: list[Tensor]
     launch: Callable[[], object]
@@ -172,11 +172,11 @@ class KeptGraphs:
     """The graphs over a set of static buffers. One call at a time uses them, as their memory.
 
     Attributes:
-        lent: The pool to capture in.
+        borrowed_pool: The pool to capture in.
     """
 
     def __init__(self) -> None:
-        self.lent = BorrowedPool()
+        self.borrowed_pool = BorrowedPool()
         self._graphs: list[KeptGraph] = []  # from least to most recently used
         self._user: weakref.ref[object] | None = None
 
@@ -198,10 +198,10 @@ class KeptGraphs:
         """Allow another call to use the graphs."""
         self._user = None
 
-    def find(self, facts: object) -> KeptGraph | None:
+    def find(self, fingerprint: object) -> KeptGraph | None:
         """Return the graph that is valid for a call with these facts, or None."""
         for kept in self._graphs:
-            if kept.facts == facts:
+            if kept.fingerprint == fingerprint:
                 self._graphs.remove(kept)
                 self._graphs.append(kept)
                 return kept
@@ -267,8 +267,8 @@ class KeptFunction(CapturedFunction):
         except NotKept:
             self._is_shared = False
             return self(function, device, *inputs)
-        facts = _facts_of(state, inputs)
-        kept = shared.find(facts)
+        fingerprint = _fingerprint_of(state, inputs)
+        kept = shared.find(fingerprint)
         if kept is not None:
             self._inputs = _moved(state, kept.memory, inputs)
             self._launch, self._result = kept.launch, kept.result
@@ -280,7 +280,7 @@ class KeptFunction(CapturedFunction):
             self._move_to_own_memory(device, reads, inputs)
         else:
             memory = state.tensors
-            shared.add(KeptGraph(facts, inputs, memory, self._launch, self._result))
+            shared.add(KeptGraph(fingerprint, inputs, memory, self._launch, self._result))
             self._holders += state.holders
         return result
 
@@ -295,7 +295,7 @@ class KeptFunction(CapturedFunction):
             if tensor is not None and shared.holds(tensor):
                 _hold(holder, tensor.clone())
         self._holders.clear()
-        self._lent = BorrowedPool()
+        self._borrowed_pool = BorrowedPool()
         shared.leave()
 
     def _move_to_own_memory(
@@ -322,7 +322,7 @@ class KeptFunction(CapturedFunction):
         """Return whether the call uses these graphs. It uses those of one set of buffers only."""
         if self._shared is None and self._is_shared and shared is not None and shared.claim(self):
             self.forget()
-            self._shared, self._lent = shared, shared.lent
+            self._shared, self._borrowed_pool = shared, shared.borrowed_pool
         return self._is_shared and shared is not None and shared is self._shared
 
     def _captured(
@@ -336,7 +336,7 @@ class KeptFunction(CapturedFunction):
             raise
 
 
-def _facts_of(state: CallState, inputs: Sequence[object]) -> object:
+def _fingerprint_of(state: CallState, inputs: Sequence[object]) -> object:
     def of(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
@@ -344,7 +344,7 @@ def _facts_of(state: CallState, inputs: Sequence[object]) -> object:
         memory = value.data_ptr(), value.shape, value.stride(), value.dtype
         return memory if number is None else number
 
-    return state.facts, tuple(map(of, inputs))
+    return state.fingerprint, tuple(map(of, inputs))
 
 
 def _moved(

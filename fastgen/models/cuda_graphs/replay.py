@@ -19,14 +19,14 @@ from torch import Tensor
 
 from fastgen.models import state
 from fastgen.models.cuda_graphs import graph, graph_buffers
-from fastgen.models.cuda_graphs.graph_buffers import GraphBuffers, Layer, PooledBuffers, Reads
+from fastgen.models.cuda_graphs.graph_buffers import GraphBuffers, GraphInputs, Layer, PooledBuffers
 from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.joint_step import joint_step
-from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.step_inputs import CallStepInputs
 from fastgen.ops.cache import write_slots_
-from fastgen.ops.rotation import Rotation, turn_into_slots_
+from fastgen.ops.rotation import Rotation, rotate_into_slots_
 
 WORTH = 8
 """Minimum number of remaining steps for a capture, which takes the time of two."""
@@ -63,10 +63,10 @@ class _Fixed:
     def reserve(self, keys: Tensor, values: Tensor) -> None:
         """Do nothing: static buffers always have room."""
 
-    def append_turned(
+    def append_rotated(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
     ) -> Tensor:
-        return turn_into_slots_(query, key, value, rotation, self.keys, self.values, self.start)
+        return rotate_into_slots_(query, key, value, rotation, self.keys, self.values, self.start)
 
     def append_asking(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.append(keys, values)
@@ -84,8 +84,8 @@ class Replay:
 
     def __init__(self, step: DecoderStep, text: Sequence[Layer], longest: int) -> None:
         self.step, self.text, self.longest = step, text, longest
-        self._alone, self._lent = JointReplay(), graph.BorrowedPool()
-        self._seat: PooledBuffers | None = None
+        self._alone, self._borrowed_pool = JointReplay(), graph.BorrowedPool()
+        self._pooled_buffers: PooledBuffers | None = None
         self._buffers: GraphBuffers | None = None
         self._held: tuple[object, ...] = ()
 
@@ -96,17 +96,19 @@ class Replay:
 
     def kept_graphs(self, logits: Tensor) -> KeptGraphs | None:
         """Return the graphs of functions that read these logits; None if they serve one call."""
-        if self._seat is None or self._buffers is None:
+        if self._pooled_buffers is None or self._buffers is None:
             return None
         result: list[list[Result]] | None = self._buffers.repeated.result
-        return self._seat.kept if result is not None and result[0][0][0] is logits else None
+        return (
+            self._pooled_buffers.kept if result is not None and result[0][0][0] is logits else None
+        )
 
     def supported(self, rows: int) -> bool:
         """Return whether the next step, of so many rows, should run here."""
         known = self._buffers is not None and len(self._buffers.tokens) == rows
         return self.refused is None and (known or self.longest - self.text[0].steps >= WORTH)
 
-    def __call__(self, tokens: Tensor, reads: Reads) -> Result:
+    def __call__(self, tokens: Tensor, reads: GraphInputs) -> Result:
         """Run a step for the newest tokens.
 
         Args:
@@ -119,11 +121,11 @@ class Replay:
         """
         return self._alone([self.step], [[self.open(tokens, reads)]])[0][0]
 
-    def open(self, tokens: Tensor, reads: Reads) -> "Opened":
+    def open(self, tokens: Tensor, reads: GraphInputs) -> "Opened":
         """Write a step's tokens and numbers into the static buffers; arguments as in `__call__`."""
         buffers, first = self._buffers, self.text[0]
         for layer in self.text:
-            layer.make_room(self.step.tokens)
+            layer.ensure_capacity(self.step.tokens)
         if buffers is None or not graph.same(reads.held, self._held):
             buffers = self._buffers = self._settle(reads)
             self._held = reads.held
@@ -140,7 +142,9 @@ class Replay:
             self._offsets, self._slopes, alpha=first.filled // first.beams, out=buffers.numbers
         )
         return Opened(
-            self, buffers, functools.partial(self._context, buffers, first.beams, reads.watched)
+            self,
+            buffers,
+            functools.partial(self._context, buffers, first.beams, reads.alignment_layer),
         )
 
     def close(self) -> None:
@@ -154,43 +158,49 @@ class Replay:
 
     def lose(self) -> None:
         """Drop the buffers without giving them back, after a failed capture."""
-        self._seat = None
+        self._pooled_buffers = None
 
-    def _settle(self, reads: Reads) -> GraphBuffers:
+    def _settle(self, reads: GraphInputs) -> GraphBuffers:
         """Select the buffers of the next steps: pooled ones, or the call's own tensors."""
-        buffers, previous = self._seat, self._seat
+        buffers, previous = self._pooled_buffers, self._pooled_buffers
         if buffers is None or not buffers.has_room_for(reads):
             buffers = graph_buffers.borrow(self.step, reads)
-        self._seat = buffers
+        self._pooled_buffers = buffers
         try:
-            return GraphBuffers.own(reads, self._lent) if buffers is None else buffers.take(reads)
+            return (
+                GraphBuffers.own(reads, self._borrowed_pool)
+                if buffers is None
+                else buffers.take(reads)
+            )
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             state.release(graph_buffers.BufferPools)
-            self._seat = None
-            return GraphBuffers.own(reads, self._lent)
+            self._pooled_buffers = None
+            return GraphBuffers.own(reads, self._borrowed_pool)
         finally:
-            if previous is not None and previous is not self._seat:
+            if previous is not None and previous is not self._pooled_buffers:
                 graph_buffers.give_back(previous)
 
-    def _context(self, buffers: GraphBuffers, beams: int, watched: int | None) -> Context:
+    def _context(
+        self, buffers: GraphBuffers, beams: int, alignment_layer: int | None
+    ) -> CallStepInputs:
         start, seen, length, at, prefix = buffers.numbers.split(1)
         position = at if buffers.first is None else (buffers.first + at).repeat_interleave(beams)
         mask = None if buffers.mask is None else buffers.mask[:, None].to(self.step.dtype)
         text, source = (
             [_Fixed(*pair, beams, start) for pair in of] for of in (buffers.text, buffers.source)
         )
-        return Context(
+        return CallStepInputs(
             buffers.sentences, length, prefix, position, text, source, mask, buffers.source_mask,
             seen=seen,
-            watched=watched,
+            alignment_layer=alignment_layer,
         )  # fmt: skip
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # in case `__init__` has failed
-            if self._seat is not None:
-                graph_buffers.give_back(self._seat)
+            if self._pooled_buffers is not None:
+                graph_buffers.give_back(self._pooled_buffers)
 
 
 @dataclass(frozen=True)
@@ -205,7 +215,7 @@ class Opened:
 
     replay: Replay
     buffers: GraphBuffers
-    context: Callable[[], Context]
+    context: Callable[[], CallStepInputs]
 
 
 class JointReplay:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models.routing.instance import Routed, untouched
-from fastgen.models.state import Kept, process_state
+from fastgen.models.state import CachedState, process_state
 from fastgen.ops.activation import activation_, kind_of
 
 _MARK = "_fastgen_unshared"
@@ -33,7 +33,7 @@ class Activation(Routed):
         return type(self.module).forward(self.module, x)
 
 
-class Kinds(Kept):
+class Kinds(CachedState):
     """Kinds of activation functions by function, or by class and attributes of a module.
 
     Attributes:

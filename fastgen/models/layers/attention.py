@@ -79,10 +79,11 @@ class BeamAttention:
         sentences: int,
         beams: int,
         visible: Tensor | None,
-        times: Tensor | None = None,
+        slot_steps: Tensor | None = None,
         seen: Tensor | None = None,
     ) -> None:
-        self.sentences, self.beams, self.visible, self.times = sentences, beams, visible, times
+        self.sentences, self.beams, self.visible = sentences, beams, visible
+        self.slot_steps = slot_steps
         self.seen = seen
         self.attended = 0  # layers that have attended in this step
         # The cross-attention mask, as the module prepared it.
@@ -168,7 +169,7 @@ class BeamAttention:
 
     def _by_slot(self, text: Tensor) -> Tensor:
         """Convert a mask over generated tokens (1 or B, h, 1 or M, T) to one over slots (.., F)."""
-        if self.times is None:
+        if self.slot_steps is None:
             return text.repeat_interleave(self.beams, -1)
-        index = self.times[:, None, None].expand(-1, *text.shape[1:3], -1)
+        index = self.slot_steps[:, None, None].expand(-1, *text.shape[1:3], -1)
         return text.expand(self.sentences, -1, -1, -1).gather(3, index)

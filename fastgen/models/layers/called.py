@@ -12,7 +12,7 @@ _SIZES = (("out_features", "in_features"), ("outfeatures", "infeatures"))
 """Attributes that hold the outputs and inputs of a layer; the last pair is that of GPTQ layers."""
 
 
-class Called:
+class ModuleLinear:
     """The product of a layer that is called as a module, with its own forward and hooks.
 
     It gets the rows of a step as (R, 1, K), which is what a model's own modules pass.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fastgen import config
 from fastgen.models.layers.linear import Packable
-from fastgen.models.state import Kept, kept_of, state_of
+from fastgen.models.state import CachedState, cached_state_of, state_of
 from fastgen.ops import native
 
 
@@ -36,7 +36,7 @@ class ExpertWeight:
         return self._parameters.get(self.name)
 
 
-class ExpertWeights(Kept):
+class ExpertWeights(CachedState):
     """The weights of one module of experts that C reads, by name."""
 
     def __init__(self) -> None:
@@ -45,13 +45,13 @@ class ExpertWeights(Kept):
 
 def weights_of(module: nn.Module) -> Sequence[ExpertWeight]:
     """Return the weights of a module of experts that C has read."""
-    kept = kept_of(module, ExpertWeights)
+    kept = cached_state_of(module, ExpertWeights)
     return () if kept is None else tuple(kept.by_name.values())
 
 
 def forget(module: nn.Module) -> None:
     """Drop the packed weights of a module of experts."""
-    if kept_of(module, ExpertWeights) is not None:
+    if cached_state_of(module, ExpertWeights) is not None:
         state_of(module).drop(ExpertWeights)
 
 

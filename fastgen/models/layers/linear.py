@@ -19,7 +19,7 @@ from fastgen.models.layers.packed_weights import (
     has_stopped_packing,
     packed_of,
 )
-from fastgen.models.memory.scratch import Memory
+from fastgen.models.memory.scratch import ScratchPool
 from fastgen.models.routing.instance import Routed, untouched
 from fastgen.ops import int8, native
 from fastgen.ops import linear as ops
@@ -108,7 +108,7 @@ class Linear(Routed, Packable):
 
     fuses = True
 
-    def __init__(self, module: nn.Module, transposed: bool, memory: Memory) -> None:
+    def __init__(self, module: nn.Module, transposed: bool, memory: ScratchPool) -> None:
         super().__init__(module)
         self.memory = memory
         self.transposed = transposed
@@ -120,7 +120,7 @@ class Linear(Routed, Packable):
         self.dtype: torch.dtype = self.module.weight.dtype
         rows = ops.useful_rows(self.outputs, self.inputs, self.dtype)
         self.least, self.most = max(1, rows.start * self.inputs), (rows.stop - 1) * self.inputs
-        self.own: Own | None = None
+        self.own: TorchLinear | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -136,7 +136,7 @@ class Linear(Routed, Packable):
         if form is not None:
             return self._product(x, form, activation, residual)
         if self.own is None:
-            self.own = Own(self.module)
+            self.own = TorchLinear(self.module)
         return self.own.apply(x, activation, residual)
 
     def _product(
@@ -201,7 +201,7 @@ class Int8Linear(Linear):
         return self.in_panels()
 
 
-class Own:
+class TorchLinear:
     """A linear layer by torch's own product, valid for one call.
 
     Rows (R, K) bypass the module, which costs about 2 us; a product of one row takes 5 to 50. The
@@ -231,7 +231,7 @@ class Own:
         return _finished(y, activation, residual)
 
 
-class SideBySide:
+class MergedLinear:
     """Linear layers with the same input, merged into one product; valid for one call."""
 
     fuses = False
@@ -300,7 +300,7 @@ def is_linear(module: nn.Module) -> bool:
 def product(module: nn.Module) -> Product:
     """Return the product of a linear layer: its route if there is one, else its own."""
     own = module.__dict__.get("forward")
-    return own if isinstance(own, Linear) else Own(module)
+    return own if isinstance(own, Linear) else TorchLinear(module)
 
 
 def products(modules: Sequence[Any]) -> tuple[Product, ...]:
@@ -319,7 +319,7 @@ def products(modules: Sequence[Any]) -> tuple[Product, ...]:
         and len({module.bias is None for module in modules}) == 1
         and all(module.weight.nbytes <= limit for module in modules)
     ):
-        return (SideBySide(modules),)
+        return (MergedLinear(modules),)
     return tuple(product(module) for module in modules)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.models.routing.instance import Routed, untouched
-from fastgen.models.state import Kept, process_state
+from fastgen.models.state import CachedState, process_state
 from fastgen.ops.norm import NormParameters, norm, norm_reference
 
 
@@ -32,7 +32,7 @@ def unnormed(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class OwnNorm:
+class ModuleNorm:
     """A norm computed by its module's own forward."""
 
     module: nn.Module
@@ -43,7 +43,7 @@ class OwnNorm:
 
 
 @dataclass(frozen=True)
-class Times:
+class ConstantScale:
     """A constant factor in place of a norm of a sublayer's output."""
 
     factor: float
@@ -101,7 +101,7 @@ class RMSNorm(Routed):
         return norm(hidden_states, weight, eps=self.eps, rms=True, offset=self.offset)[0]
 
 
-class Offsets(Kept):
+class Offsets(CachedState):
     """Offset of each RMSNorm by class and forward, as a class's forward may be replaced.
 
     Attributes:

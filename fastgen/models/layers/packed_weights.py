@@ -15,7 +15,7 @@ from fastgen.models import state
 from fastgen.models.comparison import comparison
 from fastgen.models.memory import budget
 from fastgen.models.memory.scratch import is_out_of_memory
-from fastgen.models.state import Kept, kept_of, process_state, state_of
+from fastgen.models.state import CachedState, cached_state_of, process_state, state_of
 from fastgen.ops import int8, logit_bounds
 from fastgen.ops import linear as ops
 
@@ -27,7 +27,7 @@ AGAIN = 1000
 
 
 @dataclass(eq=False)
-class Packed(Kept):
+class Packed(CachedState):
     """A packed copy of a weight, with what is needed to detect changes of the weight.
 
     Layers keep it, as weak references to weights would block `torch.utils.swap_tensors`.
@@ -116,7 +116,7 @@ class Packed(Kept):
 
 
 @dataclass(eq=False)
-class Int8Packed(Packed, Kept):
+class Int8Packed(Packed, CachedState):
     """A copy of a weight in int8."""
 
     label = "int8 weights"
@@ -132,7 +132,7 @@ class Int8Packed(Packed, Kept):
 
 
 @dataclass(eq=False)
-class LogitErrors(Packed, Kept):
+class LogitErrors(Packed, CachedState):
     """Bounds of the errors of a head's copy in int8 (`ops.logit_bounds`)."""
 
     label = "int8 error bounds"
@@ -151,7 +151,7 @@ KINDS = Packed, Int8Packed, LogitErrors
 
 
 @dataclass(eq=False)
-class Packing(Kept):
+class Packing(CachedState):
     """State of packing in this process.
 
     Attributes:
@@ -197,7 +197,7 @@ def _stride(experts: int, rows: int, columns: int) -> int:
 def packed_of(module: Any, kind: type[Packed] = Packed) -> Packed:
     """Return the entry of a layer's weight, by its class."""
     weight: Any = module.weight
-    known = kept_of(module, kind)
+    known = cached_state_of(module, kind)
     if known is not None and known.is_of(weight):
         return known
     by_weight = packing().by_weight
@@ -235,7 +235,7 @@ def check(module: Any) -> None:
     """Drop the packed copies of a layer's weight if the weight has changed."""
     weight: Any = module.weight
     for kind in KINDS:
-        entry = kept_of(module, kind)
+        entry = cached_state_of(module, kind)
         if (
             entry is not None
             and entry.copy is not None
@@ -252,7 +252,7 @@ def forget(model: nn.Module) -> None:
     if packing().by_weight:
         for module in model.modules():
             for kind in KINDS:
-                if kept_of(module, kind) is not None:
+                if cached_state_of(module, kind) is not None:
                     state_of(module).drop(kind)
 
 
@@ -270,7 +270,7 @@ def shortage_of(layers: Iterable[tuple[nn.Module, type[Packed]]]) -> str | None:
     """
     if not packing().was_short:
         return None
-    entries = (kept_of(layer, kind) for layer, kind in layers)
+    entries = (cached_state_of(layer, kind) for layer, kind in layers)
     return next((entry.shortage for entry in entries if entry is not None and entry.shortage), None)
 
 
@@ -280,7 +280,9 @@ def not_packed() -> str:
         return ""
     # By entry, as layers may share a weight.
     missing = {
-        id(entry): (entry.shortage, layer) for kind in KINDS for layer, entry in state.kept(kind)
+        id(entry): (entry.shortage, layer)
+        for kind in KINDS
+        for layer, entry in state.iter_cached_states(kind)
     }
     short = [(reason, layer) for reason, layer in missing.values() if reason]
     sizes = [

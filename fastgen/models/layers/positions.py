@@ -14,7 +14,7 @@ Both have the dtype and device of x.
 """
 
 
-def turned_once(
+def rotation_once(
     known: dict[int, tuple[Tensor, Tensor]], rotary: Rotary, at: int | Tensor, x: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine for the positions of a step, computed once for all of its layers.
@@ -68,7 +68,7 @@ class InterleavedRotary:
 
 
 @dataclass(frozen=True)
-class Bias:
+class AttentionBias:
     """A bias of attention scores that depends on the position of the key.
 
     Attributes:

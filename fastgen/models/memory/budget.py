@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastgen import config
-from fastgen.models.state import Kept, held
+from fastgen.models.state import CachedState, held
 
 RESERVE, SHARE = 512 * 2**20, 8
 """Memory to leave available when a weight is packed: bytes, or 1/`SHARE` of the total if larger.
@@ -62,8 +62,8 @@ def shortage_now(needed: int) -> str | None:
 
 
 def held_bytes() -> dict[str, int]:
-    """Return the bytes held between calls now, by label (`models.state.Kept`)."""
-    sizes = {kind.label: 0 for kind in Kept.__subclasses__() if kind.label}
+    """Return the bytes held between calls now, by label (`models.state.CachedState`)."""
+    sizes = {kind.label: 0 for kind in CachedState.__subclasses__() if kind.label}
     for label, _, size in held():
         sizes[label] += size
     return sizes

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.models.memory import budget
-from fastgen.models.state import Kept, state_of
+from fastgen.models.state import CachedState, state_of
 
 LIMIT = 2**30
 """Maximum number of bytes held for one model, in use or free, within `FASTGEN_MEMORY`.
@@ -56,7 +56,7 @@ class _Kept:
 _size = operator.attrgetter("size")
 
 
-class Memory(Kept):
+class ScratchPool(CachedState):
     """Pool of storages, sorted by size."""
 
     label = "buffers"
@@ -106,7 +106,7 @@ class Memory(Kept):
                     return tensor
         return like.new_empty(shape)
 
-    def room(self, like: Tensor, elements: int, least: int, most: int) -> int:
+    def capacity(self, like: Tensor, elements: int, least: int, most: int) -> int:
         """Return how many entries to allocate at once for each of two tensors.
 
         More than `least` pays only where free memory fits them twice, so that they need not move
@@ -173,9 +173,9 @@ def _is_allowed(size: int) -> bool:
     return limit is None or (limit >= size and budget.shortage_now(size) is None)
 
 
-def memory_of(model: object) -> Memory:
+def scratch_pool_of(model: object) -> ScratchPool:
     """Return the pool shared by all calls of a model, for as long as the model lives."""
-    return state_of(model).of(Memory)
+    return state_of(model).of(ScratchPool)
 
 
 # The last message is oneDNN's for any resource a product lacked; it offers no other.

@@ -13,17 +13,17 @@ from fastgen.context import at_end, not_at_end
 from fastgen.models.build.patched_torch import replaced
 from fastgen.models.layers import activation, experts, head_bias, linear, norm
 from fastgen.models.layers import packed_weights as packed
-from fastgen.models.memory.scratch import memory_of
+from fastgen.models.memory.scratch import scratch_pool_of
 from fastgen.models.routing import instance
 from fastgen.models.routing.instance import install, own_forwards, reason_compiled, restore
 from fastgen.models.specs.model_spec import ModelSpec
-from fastgen.models.state import Kept, kept_of, state_of
+from fastgen.models.state import CachedState, cached_state_of, state_of
 
 _lock = threading.RLock()
 
 
 @dataclass(eq=False)
-class Route(Kept):
+class Route(CachedState):
     """State of a routed model, kept while it is routed.
 
     Each user refreshes `modules`, `touched` and `compiled`, as the model may have changed.
@@ -98,7 +98,7 @@ class routed:
     def restore(self) -> None:
         """Remove the routes if this block is their last user; safe to repeat after an interrupt."""
         with _lock:
-            route = kept_of(self._model, Route)
+            route = cached_state_of(self._model, Route)
             if route is None:
                 return
             if all(user is self for user in route.users):
@@ -119,7 +119,7 @@ def all_routed(models: Iterable[nn.Module]) -> ExitStack:
 def withdraw(model: nn.Module) -> None:
     """Remove a model's routes for the rest of its running calls, as one of them compiles it."""
     with _lock:
-        route = kept_of(model, Route)
+        route = cached_state_of(model, Route)
         if route is not None:
             restore(route.before)
             route.before, route.layers = {}, []
@@ -127,19 +127,19 @@ def withdraw(model: nn.Module) -> None:
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return a model's modules, from its route if there is one."""
-    route = kept_of(model, Route)
+    route = cached_state_of(model, Route)
     return instance.modules_of(model) if route is None else route.modules
 
 
 def touched_of(model: nn.Module) -> list[nn.Module]:
     """Return `models.routing.instance.touched_among`, from the model's route if there is one."""
-    route = kept_of(model, Route)
+    route = cached_state_of(model, Route)
     return instance.touched_among(instance.modules_of(model)) if route is None else route.touched
 
 
 def why_compiled(model: nn.Module) -> str | None:
     """Return `models.routing.instance.reason_compiled`, from the model's route if there is one."""
-    route = kept_of(model, Route)
+    route = cached_state_of(model, Route)
     return reason_compiled(model) if route is None else route.compiled
 
 
@@ -154,7 +154,7 @@ def _forwards(
         for module in modules:
             experts.forget(module)
         return forwards
-    memory = memory_of(model)
+    memory = scratch_pool_of(model)
     for module in modules:
         for weight in experts.weights_of(module):
             packed.check(weight)
@@ -192,7 +192,7 @@ class Survey:
 def survey(model: nn.Module) -> Survey:
     """Describe what `routed` would do to a model, without doing it."""
     with _lock:
-        route = kept_of(model, Route)
+        route = cached_state_of(model, Route)
         layers: list[Any] = [module for module, _ in linear.layers(model.modules())]
         layers += [] if route is None else route.layers
     # Tied weights share one copy.

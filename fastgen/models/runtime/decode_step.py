@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import Norm, NormLike
-from fastgen.models.layers.positions import Bias
+from fastgen.models.layers.positions import AttentionBias
 from fastgen.models.runtime.step_inputs import StepInputs
 from fastgen.models.runtime.sublayers import CrossAttention, SelfAttention, Sublayer
 from fastgen.ops.dispatch import runs_kernels
@@ -113,8 +113,8 @@ class DecoderStep:
         bias: (V,) bias of the logits; None for none.
         scale: Factor of the hidden states before the head.
         softcap: Soft cap of the logits; None for none.
-        facts: Fingerprint of everything besides the weights that the step was built from, such as
-            the model's config. An equal fingerprint means that the step is still valid.
+        fingerprint: Everything besides the weights that the step was built from, such as the
+            model's config. An equal fingerprint means that the step is still valid.
         run_layers: Runs all sublayers at once, given the input of the first one and the residual
             stream. None if there is no such function. It returns None for a step that it does not
             support.
@@ -130,7 +130,7 @@ class DecoderStep:
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-    facts: tuple[object, ...] = ()
+    fingerprint: tuple[object, ...] = ()
     run_layers: Callable[[Tensor, Tensor, Any], Tensor | None] | None = None
     called: tuple[str, ...] = ()
 
@@ -157,7 +157,7 @@ class DecoderStep:
         return bool(self._biases)
 
     @property
-    def _biases(self) -> list[Bias]:
+    def _biases(self) -> list[AttentionBias]:
         mixers = (sub.mixer for sub in self.sublayers if isinstance(sub.mixer, SelfAttention))
         return [mixer.bias for mixer in mixers if mixer.bias is not None]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fastgen.models.build.equivalence_check import outcome_in_c, verdict_in_c
+from fastgen.models.build.equivalence_check import record_verdict_in_c, recorded_verdict_in_c
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike
 from fastgen.models.runtime.decode_step import Embedding
@@ -61,7 +61,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sentences:
+class UnpaddedBatch:
     """The positions of a batch (B, S) that are run, one row each: all tokens, then padding.
 
     Sentences are sorted by length.
@@ -212,18 +212,18 @@ def _attention(
     return mixed.transpose(1, 2).reshape(len(query), -1)
 
 
-def whole(shape: tuple[int, int], padding: Padding, device: torch.device) -> Sentences:
-    """Return the `Sentences` of a batch (B, S) without padding."""
+def whole(shape: tuple[int, int], padding: Padding, device: torch.device) -> UnpaddedBatch:
+    """Return the `UnpaddedBatch` of a batch (B, S) without padding."""
     first = (
         torch.arange(shape[0], device=device, dtype=torch.int64) * shape[1]
         if padding == "first"
         else None
     )
-    return Sentences(shape, (Group(*shape, 0),), first=first)
+    return UnpaddedBatch(shape, (Group(*shape, 0),), first=first)
 
 
-def arranged(visible: Tensor, padding: Padding) -> Sentences:
-    """Return the `Sentences` of a padded batch.
+def unpad(visible: Tensor, padding: Padding) -> UnpaddedBatch:
+    """Return the `UnpaddedBatch` of a padded batch.
 
     Args:
         visible: (B, S) bool, True at tokens and False at padding; each sentence has a token.
@@ -250,18 +250,18 @@ def arranged(visible: Tensor, padding: Padding) -> Sentences:
         0, by_length, torch.arange(sentences, device=visible.device, dtype=torch.int64)
     )
     if padding == "none":
-        return Sentences((sentences, length), groups, places, back=back)
+        return UnpaddedBatch((sentences, length), groups, places, back=back)
     rows = torch.zeros(sentences * length, dtype=torch.int64, device=visible.device)
     rows.index_copy_(0, places, torch.arange(len(places), device=visible.device, dtype=torch.int64))
     if padding == "first":
-        return Sentences(
+        return UnpaddedBatch(
             (sentences, length), groups, places, first=rows[by_length * length], back=back
         )
     if padding == "alike":
         rows = rows.view(sentences, length)
         padding_row = (rows * run).sum(1, keepdim=True)  # (B, 1), the padding row that is run.
         rows = torch.where(visible, rows, padding_row).flatten()
-    return Sentences((sentences, length), groups, places, rows, back=back)
+    return UnpaddedBatch((sentences, length), groups, places, rows, back=back)
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class EncoderSelfAttention:
     scale: float
     bias: PositionBias | None = None
 
-    def __call__(self, x: Tensor, layer: int, sentences: Sentences) -> Tensor:
+    def __call__(self, x: Tensor, layer: int, sentences: UnpaddedBatch) -> Tensor:
         tokens = x[: sentences.tokens]
         queries = x[sentences.first] if sentences.narrow else x
         query, key, value = (
@@ -318,8 +318,8 @@ class Encoder:
         sublayers: Sublayers in the order in which they run.
         first: Norm before the first sublayer in pre-norm models; None in post-norm models.
         embedding: Embedding of the tokens; None if the caller embeds them.
-        facts: Fingerprint of everything besides the weights that it was built from, such as the
-            model's config. An equal fingerprint means that it is still valid.
+        fingerprint: Everything besides the weights that it was built from, such as the model's
+            config. An equal fingerprint means that it is still valid.
         run_layers: Runs all sublayers at once, as `DecoderStep.run_layers`; None if nothing does.
     """
 
@@ -327,8 +327,8 @@ class Encoder:
     sublayers: Sequence[Sublayer]
     first: NormLike | None
     embedding: Embedding | None
-    facts: tuple[object, ...]
-    run_layers: Callable[[Tensor, Tensor, Sentences], Tensor | None] | None = None
+    fingerprint: tuple[object, ...]
+    run_layers: Callable[[Tensor, Tensor, UnpaddedBatch], Tensor | None] | None = None
 
     @property
     def biased(self) -> bool:
@@ -338,7 +338,7 @@ class Encoder:
             for part in self.sublayers
         )
 
-    def __call__(self, x: Tensor, sentences: Sentences) -> Tensor:
+    def __call__(self, x: Tensor, sentences: UnpaddedBatch) -> Tensor:
         """Run the layers.
 
         Args:
@@ -353,19 +353,19 @@ class Encoder:
             x = self.first(stream)[0]
         native_output = (
             None
-            if self.run_layers is None or outcome_in_c(self) is False
+            if self.run_layers is None or recorded_verdict_in_c(self) is False
             else self.run_layers(x, stream, sentences)
         )
-        if native_output is not None and outcome_in_c(self):
+        if native_output is not None and recorded_verdict_in_c(self):
             return native_output
         output = self._one_by_one(x, stream, sentences)
         if native_output is not None:
-            verdict_in_c(
+            record_verdict_in_c(
                 self, native_output, output, lambda: self._one_by_one(x, stream, sentences)
             )
         return output
 
-    def _one_by_one(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor:
+    def _one_by_one(self, x: Tensor, stream: Tensor, sentences: UnpaddedBatch) -> Tensor:
         for index, sublayer in enumerate(self.sublayers):
             # The last two sublayers are the attention and feed-forward of the last layer.
             if sentences.first is not None and index == len(self.sublayers) - 2:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fastgen.models.layers.linear import Product
-from fastgen.models.layers.positions import Bias
+from fastgen.models.layers.positions import AttentionBias
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.step_inputs import CallStepInputs
 from fastgen.models.runtime.sublayers import CrossAttention, SelfAttention
 from fastgen.ops.rotation import Rotation, rotated
 
-Kept = tuple[Tensor, Tensor]
+KeysValues = tuple[Tensor, Tensor]
 """Keys and values (B, Hkv, N, D) of one layer."""
 
 
@@ -28,12 +28,12 @@ def supported(step: DecoderStep) -> bool:
     return (
         type(step) is DecoderStep
         and bool(sources)
-        and all(mixer.made_by is not None for mixer in sources)
+        and all(mixer.kv_projections is not None for mixer in sources)
         and sum(type(mixer) is SelfAttention for mixer in mixers) == len(sources)
     )
 
 
-def source_of(step: DecoderStep, states: Tensor) -> list[Kept]:
+def source_of(step: DecoderStep, states: Tensor) -> list[KeysValues]:
     """Compute the cross-attention keys and values of each layer from encoder states (B, S, C)."""
     sentences, length = states.shape[:2]
     rows = states.reshape(sentences * length, -1)
@@ -42,7 +42,9 @@ def source_of(step: DecoderStep, states: Tensor) -> list[Kept]:
         return product.apply(rows).view(sentences, length, -1, dims).transpose(1, 2)
 
     mixers = (sublayer.mixer for sublayer in step.sublayers)
-    layers = ((mixer.made_by, mixer.dims) for mixer in mixers if isinstance(mixer, CrossAttention))
+    layers = (
+        (mixer.kv_projections, mixer.dims) for mixer in mixers if isinstance(mixer, CrossAttention)
+    )
     return [
         (made(makers[0], dims), made(makers[1], dims))
         for makers, dims in layers
@@ -50,7 +52,7 @@ def source_of(step: DecoderStep, states: Tensor) -> list[Kept]:
     ]
 
 
-def room_of(step: DecoderStep, texts: int) -> list[Kept]:
+def room_of(step: DecoderStep, texts: int) -> list[KeysValues]:
     """Allocate the self-attention keys and values of the first token of each layer."""
     mixers = (sublayer.mixer for sublayer in step.sublayers)
     shapes = ((mixer.key_heads, mixer.dims) for mixer in mixers if isinstance(mixer, SelfAttention))
@@ -59,7 +61,7 @@ def room_of(step: DecoderStep, texts: int) -> list[Kept]:
 
 
 @dataclass
-class Room:
+class PreallocatedLayer:
     """A cache layer over preallocated keys and values.
 
     Attributes:
@@ -79,14 +81,14 @@ class Room:
     common: None = None
 
     @property
-    def room(self) -> Kept:
+    def capacity_buffers(self) -> KeysValues:
         return self.keys, self.values
 
     @property
-    def own(self) -> Kept:
-        return self.room
+    def own(self) -> KeysValues:
+        return self.capacity_buffers
 
-    def make_room(self) -> None:
+    def ensure_capacity(self) -> None:
         """Do nothing: there is room for the only token."""
 
     def note_step(self) -> None:
@@ -100,17 +102,17 @@ class Room:
     def reserve(self, keys: Tensor, values: Tensor) -> None:
         self.note_step()
 
-    def append_turned(
+    def append_rotated(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
     ) -> Tensor:
         self.append(rotated(key, rotation)[:, :, None], value[:, :, None])
         return rotated(query, rotation)
 
 
-class FirstToken(Context):
+class FirstTokenInputs(CallStepInputs):
     """Inputs of a step on the first token of B texts, which attends to itself only."""
 
-    def text_mask_with(self, bias: Bias | None) -> None:
+    def text_mask_with(self, bias: AttentionBias | None) -> None:
         """Return None: a single key has weight 1, whatever its score."""
 
     def self_attention(
@@ -119,7 +121,7 @@ class FirstToken(Context):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: Bias | None,
+        bias: AttentionBias | None,
         scale: float,
         softcap: float | None,
         rotation: Rotation | None = None,
@@ -127,14 +129,14 @@ class FirstToken(Context):
         if rotation is None:
             self.text[layer].append(key[:, :, None], value[:, :, None])
         else:
-            self.text[layer].append_turned(query, key, value, rotation)
+            self.text[layer].append_rotated(query, key, value, rotation)
         # The only key has weight 1.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).flatten(1)
 
 
 def first_token(
-    text: Sequence[Kept], source: Sequence[Kept], source_mask: Tensor | None
-) -> FirstToken:
+    text: Sequence[KeysValues], source: Sequence[KeysValues], source_mask: Tensor | None
+) -> FirstTokenInputs:
     """Return the inputs of a step on the first token.
 
     Args:
@@ -143,10 +145,10 @@ def first_token(
         source_mask: Additive mask of the source (B, 1, 1, S); None if everything is visible.
     """
     rooms, sources = (
-        [Room(*kept) for kept in text],
-        [Room(*kept, slots=kept[0].shape[2]) for kept in source],
+        [PreallocatedLayer(*kept) for kept in text],
+        [PreallocatedLayer(*kept, slots=kept[0].shape[2]) for kept in source],
     )
-    return FirstToken(len(source[0][0]), 1, 0, 0, rooms, sources, None, source_mask)
+    return FirstTokenInputs(len(source[0][0]), 1, 0, 0, rooms, sources, None, source_mask)
 
 
 def all_made(

@@ -15,7 +15,7 @@ from fastgen.models.layers.packed_weights import Int8Packed, LogitErrors, has_co
 from fastgen.models.memory import budget
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native.step import NativeStep
-from fastgen.models.state import Kept, state_of
+from fastgen.models.state import CachedState, state_of
 from fastgen.ops import int8, logit_bounds, native, processor
 from fastgen.ops.native import search as c
 
@@ -41,7 +41,7 @@ Copies and bounds are made at 0.5 GB/s, weights are read at 20 GB/s, and the sha
 
 
 @dataclass(eq=False)
-class HeadUse(Kept):
+class HeadUse(CachedState):
     """How often bounds may decide, or have decided, a step of a head.
 
     Attributes:

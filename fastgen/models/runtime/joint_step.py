@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastgen.models.layers.positions import Bias, Rotary, turned_once
+from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.step_inputs import CallStepInputs
 
 
 @dataclass
-class Joint:
+class JointStepInputs:
     """`StepInputs` of several calls, whose rows are concatenated.
 
     Attributes:
@@ -27,7 +27,7 @@ class Joint:
         position: Position of the newest token, counted from 0; (R,) int64 if rows differ.
     """
 
-    parts: Sequence[Context]
+    parts: Sequence[CallStepInputs]
     rows: list[int]
     rotations: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict[int, tuple[Tensor, Tensor]]
@@ -53,7 +53,7 @@ class Joint:
         return torch.cat(list(row_positions))
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        return turned_once(self.rotations, rotary, self.position, x)
+        return rotation_once(self.rotations, rotary, self.position, x)
 
     def self_attention(
         self,
@@ -61,7 +61,7 @@ class Joint:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: Bias | None,
+        bias: AttentionBias | None,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
@@ -78,7 +78,7 @@ class Joint:
 
 
 def joint_step(
-    decoder: DecoderStep, tokens: Sequence[Tensor], parts: Sequence[Context]
+    decoder: DecoderStep, tokens: Sequence[Tensor], parts: Sequence[CallStepInputs]
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Run one decode step of several calls.
 
@@ -95,5 +95,5 @@ def joint_step(
         made = [decoder(tokens[0], parts[0])]
     else:
         rows = [len(part_tokens) for part_tokens in tokens]
-        made = decoder(torch.cat(list(tokens)), Joint(parts, rows)).split(rows)
+        made = decoder(torch.cat(list(tokens)), JointStepInputs(parts, rows)).split(rows)
     return [(logits, part.weights) for logits, part in zip(made, parts, strict=True)]

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike
-from fastgen.models.layers.positions import Bias, Rotary, turned_once
+from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.step_inputs import Context, StepInputs
+from fastgen.models.runtime.step_inputs import CallStepInputs, StepInputs
 from fastgen.ops.beam_attention import beam_attention
 
 
@@ -36,14 +36,14 @@ class MaskedStep(DecoderStep):
     mask: int = -1
 
     def hidden(self, ids: Tensor, context: StepInputs) -> Tensor:
-        inputs = QueryInputs(cast(Context, context))
+        inputs = MaskedStepInputs(cast(CallStepInputs, context))
         tokens = ids.view(inputs.context.sentences, -1)
         both = torch.stack([tokens, torch.full_like(tokens, self.mask)], 1)
         return super().hidden(both.flatten(), inputs).view(*both.shape, -1)[:, 1].flatten(0, 1)
 
 
 @dataclass(frozen=True)
-class Prediction:
+class MaskedLMHead:
     """BERT's output head: a dense layer, an activation, a norm and the vocabulary projection.
 
     Attributes:
@@ -72,10 +72,10 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class QueryInputs:
+class MaskedStepInputs:
     """`StepInputs` of tokens and masks, derived from the context of the tokens."""
 
-    context: Context
+    context: CallStepInputs
 
     @property
     def position(self) -> Tensor:
@@ -123,7 +123,7 @@ class QueryInputs:
         return torch.stack([distances, distances + 1], 1).repeat_interleave(beams, 1)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        return turned_once(self.context.rotations, rotary, self.position, x)
+        return rotation_once(self.context.rotations, rotary, self.position, x)
 
     def self_attention(
         self,
@@ -131,7 +131,7 @@ class QueryInputs:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: Bias | None,
+        bias: AttentionBias | None,
         scale: float,
         softcap: float | None,
     ) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike
 from fastgen.models.runtime.decode_step import Embedding
-from fastgen.models.runtime.masked_step import QueryInputs
+from fastgen.models.runtime.masked_step import MaskedStepInputs
 from fastgen.models.runtime.step_inputs import StepInputs
 from fastgen.models.runtime.sublayers import SelfAttention
 
@@ -61,7 +61,7 @@ class StreamAttention(SelfAttention):
     buckets: Tensor = field(kw_only=True)
 
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
-        inputs = cast(QueryInputs, context)
+        inputs = cast(MaskedStepInputs, context)
         query, key, value = (
             part.apply(x).view(-1, self.heads, self.dims) for part in self.projections
         )
@@ -70,7 +70,7 @@ class StreamAttention(SelfAttention):
             query, keys, values, self._bias(self.nearness.apply(x), inputs), self.scale, None
         )
 
-    def _bias(self, nearness: Tensor, around: QueryInputs) -> Tensor:
+    def _bias(self, nearness: Tensor, around: MaskedStepInputs) -> Tensor:
         """Return the bias plus the mask, (B, H, 2 * M, N); -inf where a query must not attend."""
         sentences, known = around.context.sentences, around.context.biased
         query_bias = nearness.view(

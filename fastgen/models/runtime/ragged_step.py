@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.models.layers.positions import Bias, Rotary, turned_once
+from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
 from fastgen.models.runtime.step_inputs import KeysAndValues
 from fastgen.ops.beam_attention import beam_attention
 
@@ -33,13 +33,13 @@ class Span(NamedTuple):
     tokens: Sequence[int]
 
 
-class Written(KeysAndValues, Protocol):
+class WrittenLayer(KeysAndValues, Protocol):
     """A cache layer with one beam per sentence, which can reserve room for later tokens."""
 
     prefix: int
 
     @property
-    def room(self) -> tuple[Tensor, Tensor]:
+    def capacity_buffers(self) -> tuple[Tensor, Tensor]:
         """Key and value buffers including their unused capacity, (R, Hkv, capacity, D) each."""
         ...
 
@@ -49,7 +49,7 @@ class Written(KeysAndValues, Protocol):
 
 
 @dataclass
-class Ragged:
+class RaggedStepInputs:
     """`StepInputs` of spans of R texts, whose concatenated tokens are the N rows of the pass.
 
     Attributes:
@@ -61,7 +61,7 @@ class Ragged:
         source: Keys and values of each cross-attention layer.
         prefix_mask: Additive mask of the prompt (R, 1, 1, S); None if everything is visible.
         source_mask: Additive mask of the source (R, 1, 1, S); None if everything is visible.
-        biased: Masks with a bias, by the id of the `Bias`; they serve all layers of the pass.
+        biased: Masks with a bias, by the id of the `AttentionBias`, for all layers of the pass.
         rotations: Cosines and sines, by the id of the `Rotary`; they serve all layers of the pass.
         queries: Maximum number of tokens of a span, K.
         end: End of the longest text in slots.
@@ -77,7 +77,7 @@ class Ragged:
     texts: int
     spans: Sequence[Span]
     first: int | Tensor
-    text: Sequence[Written]
+    text: Sequence[WrittenLayer]
     source: Sequence[KeysAndValues]
     prefix_mask: Tensor | None = None
     source_mask: Tensor | None = None
@@ -87,7 +87,7 @@ class Ragged:
     )
 
     def __post_init__(self) -> None:
-        prefix, self.device = self.text[0].prefix, self.text[0].room[0].device
+        prefix, self.device = self.text[0].prefix, self.text[0].capacity_buffers[0].device
         counts = [len(span.tokens) for span in self.spans]
         starts = [prefix + span.start for span in self.spans]
         self.queries = max(counts)
@@ -177,12 +177,12 @@ class Ragged:
         )
         return last.index_copy_(0, self.folded, self.slots).view(self.present, self.queries)
 
-    def text_mask_with(self, bias: Bias | None) -> Tensor | None:
+    def text_mask_with(self, bias: AttentionBias | None) -> Tensor | None:
         """Return the mask plus a bias, which may be broadcastable to (R', H, K, keys)."""
         return self.mask if bias is None else self._biased(bias)
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        return turned_once(self.rotations, rotary, self.position, x)
+        return rotation_once(self.rotations, rotary, self.position, x)
 
     def self_attention(
         self,
@@ -190,11 +190,11 @@ class Ragged:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: Bias | None,
+        bias: AttentionBias | None,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        keys, values = self.text[layer].room
+        keys, values = self.text[layer].capacity_buffers
         self._write(keys, key)
         self._write(values, value)
         mask = self.text_mask_with(bias)
@@ -220,7 +220,7 @@ class Ragged:
         mask = mask if mask is None or self.attended is None else mask[self.attended]
         return self._attend(query, cache.keys, cache.values, mask, scale, None)
 
-    def _biased(self, bias: Bias) -> Tensor:
+    def _biased(self, bias: AttentionBias) -> Tensor:
         """Return the mask plus a bias, (R', H, K, keys), computed once for all layers."""
         if id(bias) not in self.biased:
             last = self._last_seen()[..., None]

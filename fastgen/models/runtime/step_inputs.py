@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastgen.models.layers.positions import Bias, Rotary, turned_once
+from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
 from fastgen.ops.beam_attention import Newest, beam_attention, beam_attention_with_weights
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.rotation import Rotation
@@ -29,7 +29,7 @@ class KeysAndValues(Protocol):
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Write the newest token of every beam; keys and values are (B * M, Hkv, 1, D)."""
 
-    def append_turned(
+    def append_rotated(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation
     ) -> Tensor:
         """Rotate queries and keys, and write the rotated keys and the values.
@@ -70,7 +70,7 @@ class StepInputs(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: Bias | None,
+        bias: AttentionBias | None,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
@@ -96,7 +96,7 @@ class StepInputs(Protocol):
 
 
 @dataclass
-class Context:
+class CallStepInputs:
     """`StepInputs` of the sentences of one call.
 
     In captured steps the device holds `length`, `prefix` and `seen`, and `position` if rows agree.
@@ -115,10 +115,10 @@ class Context:
         times: (B, F) int64, the decode step that filled each slot after the prefix; None if the
             steps have M slots each, in order.
         seen: (1,) int64, number of keys of the text in captured steps; else None.
-        watched: Layer whose cross-attention weights are requested; None for none.
+        alignment_layer: Layer whose cross-attention weights are requested; None for none.
         weights: The requested weights, (R, S) fp32. For multistep runs in C this is the output
             buffer, (steps, B, M, S) fp32.
-        biased: Masks with a bias, by the id of the `Bias`; they serve all layers of a step.
+        biased: Masks with a bias, by the id of the `AttentionBias`, for all layers of a step.
         rotations: Cosines and sines, by the id of the `Rotary`; they serve all layers of a step.
     """
 
@@ -130,16 +130,16 @@ class Context:
     source: Sequence[KeysAndValues]
     text_mask: Tensor | None = None
     source_mask: Tensor | None = None
-    times: Tensor | None = None
+    slot_steps: Tensor | None = None
     seen: Tensor | None = None
-    watched: int | None = None
+    alignment_layer: int | None = None
     weights: Tensor | None = None
     biased: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     rotations: dict[int, tuple[Tensor, Tensor]] = field(
         default_factory=dict[int, tuple[Tensor, Tensor]]
     )
 
-    def text_mask_with(self, bias: Bias | None) -> Tensor | None:
+    def text_mask_with(self, bias: AttentionBias | None) -> Tensor | None:
         """Return the text mask plus a bias, computed once for all layers that share the bias."""
         if bias is None:
             return self.text_mask
@@ -148,7 +148,7 @@ class Context:
             self.biased[id(bias)] = table if self.text_mask is None else table + self.text_mask
         return self.biased[id(bias)]
 
-    def biases(self, bias: Bias, steps: int) -> Tensor:
+    def biases(self, bias: AttentionBias, steps: int) -> Tensor:
         """Return a bias for the next decode steps, before any of their slots is reserved.
 
         Args:
@@ -180,7 +180,7 @@ class Context:
             (1 or B, N) int64, negative for slots that are not filled yet.
         """
         keys, beams = self.text[0].keys, self.text[0].beams
-        steps = self.times
+        steps = self.slot_steps
         if isinstance(self.prefix, Tensor):
             slots = torch.arange(keys.shape[2], device=keys.device, dtype=torch.int64)
             generated = (slots - self.prefix).div(beams, rounding_mode="floor")
@@ -209,7 +209,7 @@ class Context:
             rotary: Rotary position embedding.
             x: Tensor with the dtype and device of the result.
         """
-        return turned_once(self.rotations, rotary, self.position, x)
+        return rotation_once(self.rotations, rotary, self.position, x)
 
     def self_attention(
         self,
@@ -217,7 +217,7 @@ class Context:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: Bias | None,
+        bias: AttentionBias | None,
         scale: float,
         softcap: float | None,
         rotation: Rotation | None = None,
@@ -229,7 +229,7 @@ class Context:
         """
         cache, newest = self.text[layer], None
         if rotation is not None:
-            query = cache.append_turned(query, key, value, rotation)
+            query = cache.append_rotated(query, key, value, rotation)
         elif runs_kernels(query) and key.stride(2) == value.stride(2) == 1:
             newest = Newest(key, value)
             cache.reserve(key[:, :, None], value[:, :, None])
@@ -251,7 +251,7 @@ class Context:
             self.source_mask,
             scale,
         )
-        if self.watched != layer:
+        if self.alignment_layer != layer:
             return beam_attention(*inputs).reshape(rows, -1)
         mixed, weights = beam_attention_with_weights(*inputs)
         self.weights = weights.flatten(0, 1)

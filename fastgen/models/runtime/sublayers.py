@@ -9,8 +9,8 @@ from torch import Tensor
 from fastgen.models.comparison import comparison
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike, unnormed
-from fastgen.models.layers.positions import Bias, Rotary
-from fastgen.models.runtime.step_inputs import Context, StepInputs
+from fastgen.models.layers.positions import AttentionBias, Rotary
+from fastgen.models.runtime.step_inputs import CallStepInputs, StepInputs
 from fastgen.ops.activation import fused_activation
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.rotation import Rotation, rotated
@@ -46,7 +46,7 @@ class SelfAttention:
     scale: float
     query_norm: NormLike | None = None
     key_norm: NormLike | None = None
-    bias: Bias | None = None
+    bias: AttentionBias | None = None
     rotary: Rotary | None = None
     softcap: float | None = None
     blocks: int = 1
@@ -75,7 +75,7 @@ class SelfAttention:
             angles = context.rotation(self.rotary, x)
             rotation = Rotation(*angles, self.interleaved, self.rotates_fp32)
             plain = not (self.repeats_kv or self.norms_rotated)
-            if isinstance(context, Context) and plain and runs_kernels(query):
+            if isinstance(context, CallStepInputs) and plain and runs_kernels(query):
                 return context.self_attention(
                     layer, query, key, value, self.bias, self.scale, self.softcap, rotation
                 )
@@ -121,14 +121,14 @@ class CrossAttention:
         heads: Number of query heads H.
         dims: Head dimension D.
         scale: Factor of the scores.
-        made_by: Products of the keys and values; None if these do not come from linear layers.
+        kv_projections: Products of the keys and values; None if no linear layers make them.
     """
 
     query: Product
     heads: int
     dims: int
     scale: float
-    made_by: tuple[Product, Product] | None = None
+    kv_projections: tuple[Product, Product] | None = None
 
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
         return context.cross_attention(

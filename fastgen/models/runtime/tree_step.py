@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastgen.models.layers.positions import Bias, Rotary, turned_once
+from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.ragged_step import Written
+from fastgen.models.runtime.ragged_step import WrittenLayer
 from fastgen.models.runtime.step_inputs import KeysAndValues
 from fastgen.ops.beam_attention import beam_attention
 
@@ -44,7 +44,7 @@ class Tree:
         step: DecoderStep,
         sentences: int,
         first: int | Tensor,
-        text: Sequence[Written],
+        text: Sequence[WrittenLayer],
         source: Sequence[KeysAndValues],
         prefix_mask: Tensor | None = None,
         source_mask: Tensor | None = None,
@@ -128,7 +128,7 @@ class _Pass:
         return self.positions.flatten()
 
     def rotation(self, rotary: Rotary, x: Tensor) -> tuple[Tensor, Tensor]:
-        return turned_once(self.rotations, rotary, self.position, x)
+        return rotation_once(self.rotations, rotary, self.position, x)
 
     def self_attention(
         self,
@@ -136,11 +136,11 @@ class _Pass:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: Bias | None,
+        bias: AttentionBias | None,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
-        keys, values = self.tree.text[layer].room
+        keys, values = self.tree.text[layer].capacity_buffers
         end = self.tree.prefix + self.tree.nodes
         for buffer, newest in ((keys, key), (values, value)):
             buffer[:, :, end - self.new : end] = self._folded(newest).transpose(1, 2)
@@ -160,7 +160,7 @@ class _Pass:
     def _folded(self, x: Tensor) -> Tensor:
         return x.view(-1, self.new, *x.shape[1:])
 
-    def _biased(self, bias: Bias) -> Tensor:
+    def _biased(self, bias: AttentionBias) -> Tensor:
         if id(bias) not in self.biased:
             table = bias.at(self.tree.distances(self.new), self.positions[..., None])
             self.biased[id(bias)] = table + self.mask

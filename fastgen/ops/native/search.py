@@ -7,7 +7,7 @@ import ctypes
 from typing import ClassVar
 
 from fastgen.ops.native import Library
-from fastgen.ops.native.step import DOUBLE, INTEGER, POINTER, Norm, Weight, of
+from fastgen.ops.native.step import DOUBLE, INTEGER, POINTER, Norm, Weight, fields
 
 GOES_ON, OVER, LEAVING, UNDECIDED, NO_ROW, NO_MEMORY = range(6)
 
@@ -38,10 +38,11 @@ class Decoder(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "step seen tokens positions position"),
-        *of(INTEGER, "vocabulary token_row position_row padding padding_row"), ("scale", DOUBLE),
-        *of(Norm, "embedded first"), *of(INTEGER, "norm_tokens work"), ("head", Weight),
-        ("head_scale", DOUBLE), *of(POINTER, "logits bounds"), ("threads", INTEGER),
+        *fields(POINTER, "step seen tokens positions position"),
+        *fields(INTEGER, "vocabulary token_row position_row padding padding_row"),
+        ("scale", DOUBLE),
+        *fields(Norm, "embedded first"), *fields(INTEGER, "norm_tokens work"), ("head", Weight),
+        ("head_scale", DOUBLE), *fields(POINTER, "logits bounds"), ("threads", INTEGER),
         ("began", POINTER),
     ]  # fmt: skip
 
@@ -61,8 +62,8 @@ class LogitBounds(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        ("bytes", Weight), *of(POINTER, "errors weight"), ("weight_row", INTEGER),
-        *of(DOUBLE, "longest bias"), ("most", INTEGER), ("counts", POINTER),
+        ("bytes", Weight), *fields(POINTER, "errors weight"), ("weight_row", INTEGER),
+        *fields(DOUBLE, "longest bias"), ("most", INTEGER), ("counts", POINTER),
     ]  # fmt: skip
 
 
@@ -78,7 +79,8 @@ class NGrams(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(INTEGER, "n shortest"), ("source", POINTER), *of(INTEGER, "source_b source_length"),
+        *fields(INTEGER, "n shortest"), ("source", POINTER),
+        *fields(INTEGER, "source_b source_length"),
     ]  # fmt: skip
 
 
@@ -93,7 +95,7 @@ class Update(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        ("penalty", DOUBLE), *of(POINTER, "starts tokens offsets"), ("count", INTEGER),
+        ("penalty", DOUBLE), *fields(POINTER, "starts tokens offsets"), ("count", INTEGER),
     ]  # fmt: skip
 
 
@@ -117,9 +119,10 @@ class Texts(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        ("ids", POINTER), *of(INTEGER, "ids_b ids_m length prompt ends_at"),
-        *of(POINTER, "ends ngrams updates"), *of(INTEGER, "end_count ngram_count update_count"),
-        *of(POINTER, "banned sets"), *of(INTEGER, "leave steps made run"),
+        ("ids", POINTER), *fields(INTEGER, "ids_b ids_m length prompt ends_at"),
+        *fields(POINTER, "ends ngrams updates"),
+        *fields(INTEGER, "end_count ngram_count update_count"),
+        *fields(POINTER, "banned sets"), *fields(INTEGER, "leave steps made run"),
     ]  # fmt: skip
 
 
@@ -136,7 +139,8 @@ class Draws(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(DOUBLE, "temperature top_p min_p"), ("top_k", INTEGER), *of(POINTER, "noise generator"),
+        *fields(DOUBLE, "temperature top_p min_p"), ("top_k", INTEGER),
+        *fields(POINTER, "noise generator"),
     ]  # fmt: skip
 
 
@@ -153,8 +157,8 @@ class SlotMask(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "mask own"),
-        *of(INTEGER, "mask_b mask_m prefix filled room open"),
+        *fields(POINTER, "mask own"),
+        *fields(INTEGER, "mask_b mask_m prefix filled room open"),
     ]
 
 
@@ -180,12 +184,12 @@ class Beams(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "origins finished_ids finished_origins"),
-        *of(INTEGER, "origins_b origins_m finished_ids_b finished_ids_m "
+        *fields(POINTER, "origins finished_ids finished_origins"),
+        *fields(INTEGER, "origins_b origins_m finished_ids_b finished_ids_m "
                      "finished_origins_b finished_origins_m"),
-        *of(POINTER, "scores finished_scores finished_done improvable flags sentences"),
-        ("slot_mask", SlotMask), *of(INTEGER, "candidates stops_early far"),
-        *of(DOUBLE, "never penalty"),
+        *fields(POINTER, "scores finished_scores finished_done improvable flags sentences"),
+        ("slot_mask", SlotMask), *fields(INTEGER, "candidates stops_early far"),
+        *fields(DOUBLE, "never penalty"),
     ]  # fmt: skip
 
 
@@ -209,9 +213,10 @@ class FirstFinished(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "scores origins"), *of(INTEGER, "scores_b scores_m origins_b origins_m"),
-        *of(POINTER, "over counts places finished_tokens finished_origins finished_scores"),
-        *of(INTEGER, "width found"), ("slot_mask", SlotMask),
+        *fields(POINTER, "scores origins"),
+        *fields(INTEGER, "scores_b scores_m origins_b origins_m"),
+        *fields(POINTER, "over counts places finished_tokens finished_origins finished_scores"),
+        *fields(INTEGER, "width found"), ("slot_mask", SlotMask),
     ]  # fmt: skip
 
 

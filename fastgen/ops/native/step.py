@@ -17,7 +17,7 @@ POINTER, INTEGER, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _Fields = list[tuple[str, Any]]
 
 
-def of(kind: Any, names: str) -> _Fields:
+def fields(kind: Any, names: str) -> _Fields:
     """Return struct fields of one C type."""
     return [(name, kind) for name in names.split()]
 
@@ -35,9 +35,9 @@ class Weight(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "panels bias scales sums"),
-        *of(INTEGER, "outputs inputs kind"),
-        *of(POINTER, "adapter"),
+        *fields(POINTER, "panels bias scales sums"),
+        *fields(INTEGER, "outputs inputs kind"),
+        *fields(POINTER, "adapter"),
     ]
 
 
@@ -53,7 +53,7 @@ class Adapter(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "down panels bias"), ("rank", INTEGER), ("scaling", DOUBLE),
+        *fields(POINTER, "down panels bias"), ("rank", INTEGER), ("scaling", DOUBLE),
     ]  # fmt: skip
 
 
@@ -68,7 +68,11 @@ class Norm(ctypes.Structure):
         kind: UNNORMED, LAYER_NORM or RMS_NORM.
     """
 
-    _fields_: ClassVar = [*of(POINTER, "weight bias"), *of(DOUBLE, "eps offset"), ("kind", INTEGER)]
+    _fields_: ClassVar = [
+        *fields(POINTER, "weight bias"),
+        *fields(DOUBLE, "eps offset"),
+        ("kind", INTEGER),
+    ]
 
 
 class Mixture(ctypes.Structure):
@@ -87,8 +91,8 @@ class Mixture(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "router up down shared_gate"),
-        *of(INTEGER, "count chosen inner normalised rounded"),
+        *fields(POINTER, "router up down shared_gate"),
+        *fields(INTEGER, "count chosen inner normalised rounded"),
     ]
 
 
@@ -122,15 +126,15 @@ class Sublayer(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
-        *of(Norm, "norm query_norm key_norm"),
-        *of(INTEGER, "parallel heads key_heads dims norms_all_heads"), ("scale", DOUBLE),
-        ("activation", INTEGER), *of(POINTER, "experts cosine sine"),
-        *of(INTEGER, "turned turn_row interleaved"),
+        *fields(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
+        *fields(Norm, "norm query_norm key_norm"),
+        *fields(INTEGER, "parallel heads key_heads dims norms_all_heads"), ("scale", DOUBLE),
+        ("activation", INTEGER), *fields(POINTER, "experts cosine sine"),
+        *fields(INTEGER, "turned turn_row interleaved"),
     ]  # fmt: skip
 
 
-class Seen(ctypes.Structure):
+class KVRecord(ctypes.Structure):
     """The keys and values that a sublayer attends to, for the sentences of one call.
 
     Without keys, the sublayer attends to the call's own rows.
@@ -149,12 +153,12 @@ class Seen(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "keys values common_keys common_values weights mask bias"),
-        *of(
+        *fields(POINTER, "keys values common_keys common_values weights mask bias"),
+        *fields(
             INTEGER,
             "count slot keys_b keys_h keys_n values_b values_h values_n mask_b mask_h mask_m",
         ),
-        *of(INTEGER, "bias_b bias_h bias_step common common_h"),
+        *fields(INTEGER, "bias_b bias_h bias_step common common_h"),
     ]
 
 
@@ -166,14 +170,14 @@ class Rows(ctypes.Structure):
             sees the keys up to its own.
     """
 
-    _fields_: ClassVar = of(INTEGER, "first_row sentences beams successive")
+    _fields_: ClassVar = fields(INTEGER, "first_row sentences beams successive")
 
 
 class Step(ctypes.Structure):
     """All sublayers of a decode step, and its buffers.
 
     Attributes:
-        seen: `Seen` records (attending sublayers, calls).
+        seen: `KVRecord` records (attending sublayers, calls).
         x: (R, C), the input of the next sublayer.
         stream: (R, C), the residual sum; equal to x at first unless `norm_first`.
         spare: (R, C), scratch memory.
@@ -186,13 +190,13 @@ class Step(ctypes.Structure):
     """
 
     _fields_: ClassVar = [
-        *of(POINTER, "sublayers seen calls"),
-        *of(INTEGER, "sublayer_count call_count rows width norm_first dtype"),
-        *of(POINTER, "x stream spare wide mixed routed bytes low"),
+        *fields(POINTER, "sublayers seen calls"),
+        *fields(INTEGER, "sublayer_count call_count rows width norm_first dtype"),
+        *fields(POINTER, "x stream spare wide mixed routed bytes low"),
     ]  # fmt: skip
 
 
-SIZE = sum(map(ctypes.sizeof, (Step, Sublayer, Seen, Rows, Mixture, Adapter)))
+SIZE = sum(map(ctypes.sizeof, (Step, Sublayer, KVRecord, Rows, Mixture, Adapter)))
 """The value that `step_size` of a library returns if its structures match these."""
 
 

@@ -24,11 +24,11 @@ from fastgen.ops.dispatch import (
     MOST_COUNTED,
     TRITON,
     cdiv,
-    chosen,
     in_c,
     in_memory,
     plain,
     runs_kernels,
+    select_backend,
     use_triton,
 )
 from fastgen.ops.native import selection as native_selection
@@ -234,7 +234,7 @@ def kbest(
         _covered_in_c(logits, scores, k)
         and (banned is None or in_memory(banned, dtype=torch.int32))
     )
-    backend = chosen("kbest", supported, able_in_c, logits, scores, bias, banned, forced)
+    backend = select_backend("kbest", supported, able_in_c, logits, scores, bias, banned, forced)
     if backend is TRITON:
         best = kernels.run(
             logits, scores, k, bias, temperature, changes, banned, forced, without_nan=without_nan
@@ -285,7 +285,7 @@ def best_of_log_probs(log_probs: Tensor, scores: Tensor, k: int) -> tuple[Tensor
         )
     _, m, v = log_probs.shape
     supported = lambda: 1 <= k <= m * v and covered(log_probs, scores, k)  # noqa: E731
-    backend = chosen(
+    backend = select_backend(
         "kbest", supported, lambda: _covered_in_c(log_probs, scores, k), log_probs, scores
     )
     if backend is TRITON:

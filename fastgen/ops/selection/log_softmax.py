@@ -7,7 +7,7 @@ torch's time.
 import torch
 from torch import Tensor
 
-from fastgen.ops.dispatch import chosen, in_c, plain
+from fastgen.ops.dispatch import in_c, plain, select_backend
 from fastgen.ops.native import selection as native_selection
 
 
@@ -33,7 +33,7 @@ def log_softmax(
         logits: as in `log_softmax_reference`, like `dtype`.
         out: memory for the result, of its shape and dtype; it may be the logits' own.
     """
-    backend = chosen(
+    backend = select_backend(
         "log_softmax", lambda: False, lambda: _covered_in_c(logits, dtype, out), logits, out
     )
     if in_c(backend):

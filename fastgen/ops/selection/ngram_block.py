@@ -9,7 +9,6 @@ from torch import Tensor
 from fastgen.ops.dispatch import (
     TRITON,
     cdiv,
-    chosen,
     constexpr,
     in_c,
     in_memory,
@@ -17,6 +16,7 @@ from fastgen.ops.dispatch import (
     launch,
     power_of_two,
     runs_kernels,
+    select_backend,
     tl,
     use_triton,
 )
@@ -122,7 +122,7 @@ def ngram_mask_(
         and in_memory(mask, dtype=torch.int32)
         and in_memory(ids, texts, dtype=torch.int64)
     )
-    backend = chosen("ngram_block", lambda: True, able_in_c, mask, ids, texts)
+    backend = select_backend("ngram_block", lambda: True, able_in_c, mask, ids, texts)
     if backend is TRITON:
         _launch(mask, ids, n, texts, vocabulary, 1, packed=True, length=length)
         return mask

@@ -10,13 +10,13 @@ from torch import Tensor
 from fastgen.ops.dispatch import (
     TRITON,
     cdiv,
-    chosen,
     constexpr,
     in_c,
     in_memory,
     jit,
     launch,
     power_of_two,
+    select_backend,
     tl,
 )
 from fastgen.ops.native import selection as native_selection
@@ -73,7 +73,7 @@ def add_tokens_(mask: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
         and in_memory(mask, dtype=torch.int32)
         and in_memory(tokens, dtype=torch.int64)
     )
-    backend = chosen("token_mask", lambda: count > 0, able_in_c, mask, tokens)
+    backend = select_backend("token_mask", lambda: count > 0, able_in_c, mask, tokens)
     if in_c(backend):
         native_selection.add_tokens(backend, mask, tokens, vocabulary)
         return mask

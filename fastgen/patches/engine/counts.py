@@ -96,7 +96,7 @@ def note_drafting(counts: Mapping[str, int]) -> None:
 def counted() -> Counter[tuple[str, ...]]:
     """Return all counts so far, keyed by kind and name.
 
-    A forked process sends them to its parent, which adds them with `count_too`.
+    A forked process sends them to its parent, which adds them with `merge_counts`.
     """
     totals = Counter[tuple[str, ...]](
         {("operation", *key): count for key, count in operations.items()}
@@ -115,7 +115,7 @@ def counted() -> Counter[tuple[str, ...]]:
     return totals
 
 
-def count_too(counts: Mapping[tuple[str, ...], int]) -> None:
+def merge_counts(counts: Mapping[tuple[str, ...], int]) -> None:
     """Add the counts that another process got from `counted`."""
     with registry.lock:
         for (kind, name, *rest), count in counts.items():

@@ -7,8 +7,8 @@ first call that needs it, so that nothing else is imported while a toolkit is.
 
 Authors of patches use `Toolkit`, `Patch` and, in replacements, `hit`, `fallback`, `note_call`,
 `declined`, `compared`, `running`, `current_plan`, `in_canary`, `is_applied`, `is_on_top`,
-`is_disabled`, `counted` and `count_too`. Users call `enable`, `disable`, `disabled`, `status` and
-`release`.
+`is_disabled`, `counted` and `merge_counts`. Users call `enable`, `disable`, `disabled`, `status`
+and `release`.
 """
 
 import sys
@@ -19,10 +19,10 @@ from fastgen.models import state
 from fastgen.patches.engine import counts, notices
 from fastgen.patches.engine.counts import (
     compared,
-    count_too,
     counted,
     fallback,
     hit,
+    merge_counts,
     note_call,
     note_drafting,
     note_skipped,
@@ -50,7 +50,6 @@ __all__ = [
     "Toolkit",
     "check",
     "compared",
-    "count_too",
     "counted",
     "current_plan",
     "declare",
@@ -64,6 +63,7 @@ __all__ = [
     "is_applied",
     "is_disabled",
     "is_on_top",
+    "merge_counts",
     "note_call",
     "note_drafting",
     "note_skipped",
@@ -121,7 +121,7 @@ def _switch_on(mode: Mode) -> None:
         for entry in registry.entries.values():
             if entry.state == "off" and any(entry.patch.within(name) for name in settings().skip):
                 entry.settle("skipped", "FASTGEN_SKIP")
-            elif entry.state == "off" and (mode == "1" or entry.patch.mends):
+            elif entry.state == "off" and (mode == "1" or entry.patch.is_bugfix):
                 entry.settle("pending")
         modules = dict.fromkeys(
             e.patch.awaited for e in registry.entries.values() if e.state == "pending"

@@ -16,7 +16,7 @@ from fastgen.patches.engine.imports import unfinished, when_finished, when_impor
 from fastgen.patches.engine.patch import Patch, PatchError
 from fastgen.patches.engine.registry import Entry, registry
 from fastgen.patches.engine.running import DisabledMeanwhile, Scope, current_scope, in_canary
-from fastgen.patches.engine.slot import Function, Layer, Slot, function_in
+from fastgen.patches.engine.slot import Function, Slot, Wrapper, function_in
 
 
 class _NotYet(Exception):
@@ -96,7 +96,7 @@ def _apply(entry: Entry) -> None:
             f"parameters ({', '.join(patch.parameters)}, ...) expected, ({', '.join(names)}) found"
         )
     newer = not toolkit.has_tested(version)
-    if newer and toolkit.canary is not None and not patch.mends:
+    if newer and toolkit.canary is not None and not patch.is_bugfix:
         canary = registry.canaries.get(toolkit.name)
         if canary is None or canary.version != version:
             registry.canaries[toolkit.name] = Canary(
@@ -110,7 +110,7 @@ def _install(entry: Entry, slot: Slot) -> None:
     if entry.layer is not None and entry.layer.reachable:
         entry.layer.active = True  # `disable` left it below another wrapper
     else:
-        entry.layer = Layer(slot, functools.partial(_call, entry))
+        entry.layer = Wrapper(slot, functools.partial(_call, entry))
         entry.layer.install()
         registry.installed[:] = [
             *(other for other in registry.installed if other is not entry),
@@ -183,17 +183,17 @@ def _call(entry: Entry, original: Function, /, *args: Any, **kwargs: Any) -> Any
 def _is_off(patch: Patch, scope: Scope) -> bool:
     """Return whether the original runs in this context.
 
-    Patches that fix a toolkit (`Patch.mends`) are off only when all patches are, and TorchScript
-    may trace them.
+    Patches that fix a toolkit (`Patch.is_bugfix`) are off only when all patches are, and
+    TorchScript may trace them.
     """
-    if patch.mends:
+    if patch.is_bugfix:
         return registry.mode == "0"
     return registry.mode != "1" or scope.disabled or is_traced_by_torchscript()
 
 
 def _approved_replacement(entry: Entry) -> Function | None:
     """Return the replacement, or None after counting a fallback to the original."""
-    canary = None if entry.patch.mends else registry.canaries.get(entry.patch.toolkit.name)
+    canary = None if entry.patch.is_bugfix else registry.canaries.get(entry.patch.toolkit.name)
     if (
         canary is not None
         and not in_canary()

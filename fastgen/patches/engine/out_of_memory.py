@@ -9,7 +9,7 @@ from fastgen.models import state
 from fastgen.models.cuda_graphs.graph import FreePools
 from fastgen.models.cuda_graphs.graph_buffers import BufferPools
 from fastgen.models.layers import packed_weights
-from fastgen.models.memory.scratch import Memory
+from fastgen.models.memory.scratch import ScratchPool
 
 NO_MEMORY = "there was not enough memory"
 
@@ -27,9 +27,9 @@ def stop_packing(device: torch.device) -> None:
     packed_weights.stop_packing()
 
 
-def make_room() -> None:
+def free_unused_memory() -> None:
     """Free all memory that is not in use: scratch buffers, CUDA graphs and torch's CUDA cache."""
-    state.release(Memory, BufferPools, FreePools)
+    state.release(ScratchPool, BufferPools, FreePools)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -82,7 +82,7 @@ class Patch:
         parts: Parts of the canary that must agree; empty for all parts. If all of them differ, the
             original runs. A replacement that serves several parts checks each of them with
             `engine.declined`.
-        mends: Whether it fixes a failure of the toolkit, either with current versions of its
+        is_bugfix: Whether it fixes a failure of the toolkit, either with current versions of its
             dependencies or for inputs that only fastgen supports. It stays active in `disabled()`
             and with ``FASTGEN=compat``, where the toolkit otherwise runs its own code.
 
@@ -98,7 +98,7 @@ class Patch:
     help: str
     inner: bool = False
     when: str | None = None
-    mends: bool = False
+    is_bugfix: bool = False
     covers: str = ""
     parts: tuple[str, ...] = ()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from fastgen.config import Mode
 from fastgen.patches.engine.patch import Patch, Toolkit
-from fastgen.patches.engine.slot import Function, Layer
+from fastgen.patches.engine.slot import Function, Wrapper
 
 if TYPE_CHECKING:
     from fastgen.patches.engine.canary import Canary
@@ -26,7 +26,7 @@ class Entry:
     hits: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter[str])
     left_off: Counter[str] = field(default_factory=Counter[str])
-    layer: Layer | None = None
+    layer: Wrapper | None = None
     replacement: Function | None = None
 
     def settle(self, state: State, reason: str = "") -> None:

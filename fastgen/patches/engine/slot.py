@@ -84,7 +84,7 @@ class Slot:
         return self.name not in vars(self.owner)
 
 
-class Layer:
+class Wrapper:
     """A wrapper around the function in a slot.
 
     An inactive wrapper calls the original. It can remain installed like that, because it cannot be

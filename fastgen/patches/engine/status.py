@@ -368,7 +368,7 @@ def _declined(patch: Patch, canary: Canary | None) -> tuple[State, list[str]] | 
 
     None if the canary declined nothing.
     """
-    if canary is None or canary.verdict is None or patch.mends:
+    if canary is None or canary.verdict is None or patch.is_bugfix:
         return None
     if (reason := canary.verdict.declines(patch.parts)) is not None:
         return "skipped", [f"the canary found: {reason}"]

@@ -26,7 +26,7 @@ PATCHES = (
         help="fairseq imports on Python 3.11 and later: its dataclasses may be defaults of each "
         "other",
         when="fairseq.dataclass.constants",
-        mends=True,
+        is_bugfix=True,
     ),
     Patch(
         name="fairseq.load",
@@ -36,7 +36,7 @@ PATCHES = (
         parameters=("path", "arg_overrides"),
         help="checkpoints load on PyTorch 2.6 and later, which is told fairseq's known classes; no "
         "others run",
-        mends=True,
+        is_bugfix=True,
     ),
     Patch(
         name="fairseq.encoder_layer",
@@ -46,7 +46,7 @@ PATCHES = (
         parameters=("self", "x", "encoder_padding_mask", "attn_mask"),
         help="padded sources pass PyTorch's fused encoder layer, which now requires the type of "
         "the mask",
-        mends=True,
+        is_bugfix=True,
     ),
     Patch(
         name="fairseq.ngram_block",
@@ -56,7 +56,7 @@ PATCHES = (
         parameters=("self", "tokens", "lprobs", "bsz", "beam_size", "step"),
         help="--no-repeat-ngram-size works without fairseq's CUDA extension, where it does "
         "nothing; a size of 1 blocks nothing, as in fairseq",
-        mends=True,
+        is_bugfix=True,
     ),
     Patch(
         name="fairseq.beam_size",
@@ -66,7 +66,7 @@ PATCHES = (
         parameters=("self", "beam_size"),
         help="BART with one beam after a call with several attends to its own sentence, not to "
         "another",
-        mends=True,
+        is_bugfix=True,
     ),
     Patch(
         name="fairseq.beam_size_again",
@@ -75,7 +75,7 @@ PATCHES = (
         replacement="fastgen.patches.fairseq.mend:forward_encoder",
         parameters=("self", "net_input"),
         help="the same for a generator that was made before another one of the same models",
-        mends=True,
+        is_bugfix=True,
     ),
     Patch(
         name="fairseq.token_blocks",
@@ -85,7 +85,7 @@ PATCHES = (
         parameters=("sizes", "break_mode", "document_sep_len", "block_size"),
         help="language models read texts line by line (also those given to the hub) with a numpy "
         "without `compat`",
-        mends=True,
+        is_bugfix=True,
     ),
     Patch(
         name="fairseq.generate",

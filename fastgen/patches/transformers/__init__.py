@@ -139,7 +139,7 @@ PATCHES = (
         replacement="fastgen.patches.transformers.generate.first_tokens:force",
         parameters=("self", "input_ids", "scores"),
         help="forced_bos_token_id as a list: a token for each sentence",
-        mends=True,
+        is_bugfix=True,
     ),
     Patch(
         name="transformers.source",

@@ -521,7 +521,7 @@ def test_what_is_left_off_is_counted_and_what_other_processes_count(sandbox: San
         engine.note_skipped("toolkit.step", "too small")
         engine.fallback("toolkit.step", "too large")
         calls["kbest", "reference"] += 3
-        engine.count_too(engine.counted() - before)
+        engine.merge_counts(engine.counted() - before)
         greet, step = fastgen.status()["toolkit.greet"], fastgen.status()["toolkit.step"]
         assert (greet.hits, greet.left_off) == (4, {"a mapping's names": 2, "a list's": 2}), greet
         assert (step.hits, step.left_off, step.fallbacks) == (0, {"too small": 2}, {"too large": 2}), step
@@ -1340,7 +1340,7 @@ def test_counts_of_another_process_are_added(sandbox: Sandbox) -> None:
         from fastgen.patches.engine import engine
         patched()
         engine.fallback("toolkit.step", "one beam", ("Model", "step"))
-        engine.count_too(engine.counted())
+        engine.merge_counts(engine.counted())
         found = fastgen.status()
         assert found["toolkit.step"].hits == 2 and found["toolkit.step"].fallbacks == {"one beam": 2}
         (group,) = found.calls

@@ -328,9 +328,9 @@ def test_compat_in_the_toolkits() -> None:
     assert done.returncode == 0, done.stderr
     states = json.loads(done.stdout.splitlines()[-1])
     for toolkit in (transformers, fairseq):
-        assert any(patch.mends for patch in toolkit.PATCHES)
+        assert any(patch.is_bugfix for patch in toolkit.PATCHES)
         for patch in toolkit.PATCHES if find_spec(toolkit.TOOLKIT.module) else ():
-            assert states[patch.name] == ("applied" if patch.mends else "off"), patch.name
+            assert states[patch.name] == ("applied" if patch.is_bugfix else "off"), patch.name
 
 
 def test_strict_fallback_raises_and_is_counted(sandbox: Sandbox) -> None:

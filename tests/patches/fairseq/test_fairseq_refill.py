@@ -11,7 +11,7 @@ import fastgen
 from fastgen import config
 from fastgen.decoding.batching import continuous_batching
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.joint_step import Joint
+from fastgen.models.runtime.joint_step import JointStepInputs
 from fastgen.patches.engine.out_of_memory import NO_MEMORY
 
 pytest.importorskip("fairseq")
@@ -276,7 +276,7 @@ def _raising_in(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -
     step, begin, joined = DecoderStep.__call__, refill.begin, [False]
 
     def stepped(self: Any, ids: Tensor, context: Any) -> Tensor:
-        joined[0] = isinstance(context, Joint)
+        joined[0] = isinstance(context, JointStepInputs)
         if stage == "step" and joined[0]:
             raise error
         return step(self, ids, context)

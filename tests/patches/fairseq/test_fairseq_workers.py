@@ -592,9 +592,9 @@ def test_the_command_prints_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     counted = list[Any]()
-    count_too = engine.count_too
+    merge_counts = engine.merge_counts
     monkeypatch.setattr(
-        engine, "count_too", lambda counts: (counted.append(counts), count_too(counts))
+        engine, "merge_counts", lambda counts: (counted.append(counts), merge_counts(counts))
     )
     checkpoint = str(corpus / "model/checkpoint_last.pt")
     paths = f"{checkpoint}:{checkpoint}" if "--min-len" in options else checkpoint

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fastgen.models.runtime.encoder import EncoderSelfAttention, Sentences
+from fastgen.models.runtime.encoder import EncoderSelfAttention, UnpaddedBatch
 from fastgen.models.runtime.native.layers import (
     copied,
     is_left_to_torch,
@@ -14,13 +14,13 @@ from fastgen.models.runtime.native.layers import (
 from fastgen.models.runtime.native.records import Records, Rows
 from fastgen.models.runtime.sublayers import Sublayer
 from fastgen.ops import native
-from fastgen.ops.dispatch import chosen, in_c, plain, unsupported
+from fastgen.ops.dispatch import in_c, plain, select_backend, unsupported
 from fastgen.ops.native import step as c
 
 
 def native_encoder(
     sublayers: Sequence[Sublayer], norm_first: bool
-) -> "Callable[[Tensor, Tensor, Sentences], Tensor | None] | None":
+) -> "Callable[[Tensor, Tensor, UnpaddedBatch], Tensor | None] | None":
     """Return a function that runs the sublayers of an encoder in C; as `native_step`."""
     return NativeEncoder(Records(sublayers, norm_first)) if supports_sublayers(sublayers) else None
 
@@ -39,7 +39,7 @@ class NativeEncoder:
             if isinstance(sublayer.mixer, EncoderSelfAttention)
         ]
 
-    def __call__(self, x: Tensor, stream: Tensor, sentences: Sentences) -> Tensor | None:
+    def __call__(self, x: Tensor, stream: Tensor, sentences: UnpaddedBatch) -> Tensor | None:
         """Run the sublayers without changing x (R, C) or stream (R, C).
 
         Returns:
@@ -58,14 +58,14 @@ class NativeEncoder:
             and records.fits(x, stream)
             and records.ready(by, lambda _: 0)
         )
-        if not in_c(chosen("encoder", unsupported, supported, x)):
+        if not in_c(select_backend("encoder", unsupported, supported, x)):
             return None
         dtype, x, stream = x.dtype, copied(x), copied(stream) if records.norm_first else stream
         masks = [
             None if mixer.bias is None else mixer.bias.table.float() for mixer in self.attending
         ]
         calls = [Rows(group.sentences, group.tokens) for group in sentences.groups]
-        seen = (c.Seen * (len(self.attending) * len(calls)))()
+        seen = (c.KVRecord * (len(self.attending) * len(calls)))()
         for i, mask in enumerate(masks):
             if mask is not None:
                 for at in seen[i * len(calls) : (i + 1) * len(calls)]:
@@ -76,7 +76,7 @@ class NativeEncoder:
         records.run(by, x, stream, seen, calls, work)
         return x.to(dtype)
 
-    def _covers(self, x: Tensor, stream: Tensor, sentences: Sentences) -> bool:
+    def _covers(self, x: Tensor, stream: Tensor, sentences: UnpaddedBatch) -> bool:
         """Return whether x has a row for each token, and biases cover all pairs of tokens."""
         longest = max((group.tokens for group in sentences.groups), default=0)
         dtype = self.records.dtype

@@ -11,7 +11,7 @@ from fastgen.ops import native
 from fastgen.ops.native import step as c
 
 
-def is_written(mix: Experts) -> bool:
+def is_supported(mix: Experts) -> bool:
     """Return whether C implements a mixture, as far as its parts tell without their shapes."""
     routing = mix.routing
     return routing is not None and all(isinstance(part, Linear) for part in routing.shared)

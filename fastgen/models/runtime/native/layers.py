@@ -75,7 +75,7 @@ def _supports_mixer(mixer: Any) -> bool:
         )
     if type(mixer) in (CrossAttention, EncoderSelfAttention):
         return mixer.dims in native.HEAD_DIMS
-    return type(mixer) is FeedForward or (type(mixer) is Experts and experts.is_written(mixer))
+    return type(mixer) is FeedForward or (type(mixer) is Experts and experts.is_supported(mixer))
 
 
 def is_norm(norm: NormLike) -> TypeGuard[Norm]:

@@ -22,9 +22,9 @@ from fastgen.models.runtime.head_bounds import bounds_of
 from fastgen.models.runtime.native.layers import is_norm, norm_fits, norm_of, weight_of
 from fastgen.models.runtime.native.records import Rows
 from fastgen.models.runtime.native.step import NativeStep
-from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.step_inputs import CallStepInputs
 from fastgen.ops import native
-from fastgen.ops.dispatch import chosen, in_c, plain, unsupported
+from fastgen.ops.dispatch import in_c, plain, select_backend, unsupported
 from fastgen.ops.native import search as c
 
 
@@ -57,12 +57,12 @@ class Prepared(NamedTuple):
 
 
 def prepared(
-    step: DecoderStep, context: Context, mask: Tensor | None, own: Tensor, steps: int
+    step: DecoderStep, context: CallStepInputs, mask: Tensor | None, own: Tensor, steps: int
 ) -> Prepared | None:
     """Prepare a job of decode steps in C, before any of their slots is reserved.
 
     Args:
-        step: Decode step of a decoder for which `is_written` holds.
+        step: Decode step of a decoder for which `supports_steps` holds.
         context: Inputs of the first step.
         mask: (B, M, N) additive mask of the keys of the text after all steps, prefix included; None
             if everything is visible.
@@ -102,7 +102,7 @@ def prepared(
         steps < 1
         or rows > native.most_rows(dtype)
         or by is None
-        or not in_c(chosen("search", unsupported, supported, tokens))
+        or not in_c(select_backend("search", unsupported, supported, tokens))
     ):
         return None
     if (panels := head.in_panels()) is None:
@@ -196,7 +196,7 @@ def why_not_in_c(step: DecoderStep) -> str:
     return "" if shortage is None else f"not all weights are packed: {shortage}"
 
 
-def is_written(step: DecoderStep) -> bool:
+def supports_steps(step: DecoderStep) -> bool:
     """Return whether C implements all of a decoder's step, from token ids to logits."""
     norms = [step.embedding.norm, step.first]
     return (

@@ -17,7 +17,7 @@ from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.linear import Int8Linear
 from fastgen.models.layers.low_rank import LowRank
 from fastgen.models.layers.norm import NormLike
-from fastgen.models.memory.scratch import Memory
+from fastgen.models.memory.scratch import ScratchPool
 from fastgen.models.runtime.encoder import EncoderSelfAttention
 from fastgen.models.runtime.native import experts
 from fastgen.models.runtime.native.layers import (
@@ -112,7 +112,7 @@ class Records:
         self._whole = [product for sublayer in sublayers for product in products_of(sublayer)]
         self._adapted = [product for product in self._whole if type(product) is LowRank]
         self.products: list[Any] = [each for whole in self._whole for each in packed_of(whole)]
-        self.memory: Memory = self.products[0].memory
+        self.memory: ScratchPool = self.products[0].memory
         # Average multiply-adds of a product, for one row.
         work = (experts.work(p, s.mixer) for s in sublayers for p in products_of(s))
         self.work = sum(work) // len(self.products)

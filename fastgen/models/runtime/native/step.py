@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from fastgen.models.layers.experts import Experts
-from fastgen.models.layers.positions import turned_once
-from fastgen.models.runtime.joint_step import Joint
+from fastgen.models.layers.positions import rotation_once
+from fastgen.models.runtime.joint_step import JointStepInputs
 from fastgen.models.runtime.native.layers import is_left_to_torch, strides, supports_sublayers
 from fastgen.models.runtime.native.records import Records, Rows
-from fastgen.models.runtime.ragged_step import Ragged
-from fastgen.models.runtime.step_inputs import Context, StepInputs
+from fastgen.models.runtime.ragged_step import RaggedStepInputs
+from fastgen.models.runtime.step_inputs import CallStepInputs, StepInputs
 from fastgen.models.runtime.sublayers import FeedForward, SelfAttention, Sublayer
 from fastgen.ops import native
-from fastgen.ops.dispatch import chosen, in_c, plain, unsupported
+from fastgen.ops.dispatch import in_c, plain, select_backend, unsupported
 from fastgen.ops.native import step as c
 
 RunLayers = Callable[[Tensor, Tensor, StepInputs], Tensor | None]
@@ -34,7 +34,7 @@ the first two arguments.
 BIASES = 2**20
 """Maximum elements of a bias table for the steps of one job, unless a single step has more."""
 
-Part = Context | Ragged
+Part = CallStepInputs | RaggedStepInputs
 """The inputs of one call in a step: of beams, or of spans that start at the same place."""
 
 Reference = weakref.ReferenceType[Tensor] | None
@@ -82,7 +82,7 @@ class NativeStep:
             for i, mixer, layer in mixers
             if type(mixer) not in (FeedForward, Experts)
         ]
-        self.seen: Any = ()  # `c.Seen` records, of each attention sublayer for each call.
+        self.seen: Any = ()  # `c.KVRecord` records, of each attention sublayer for each call.
         self._checked: list[Reference] = []  # Keys that were found readable by C.
         self._placed: list[Reference] = []  # Keys whose addresses are in `seen`.
         self._attention = 0  # Multiplications of the largest attention of a step.
@@ -105,7 +105,7 @@ class NativeStep:
             and self.records.ready(by, heads)
             and self._rotate(context, x, turned)
         )
-        if not in_c(chosen("decoder_step", unsupported, supported, x)):
+        if not in_c(select_backend("decoder_step", unsupported, supported, x)):
             return None
         held, dtype = [*turned, *self._open(parts, places)], x.dtype
         x, stream = x.float(), stream.float()
@@ -114,7 +114,7 @@ class NativeStep:
         return x.to(dtype)
 
     def prepare_steps(
-        self, by: native.Library, context: Context, mask: Tensor | None, steps: int
+        self, by: native.Library, context: CallStepInputs, mask: Tensor | None, steps: int
     ) -> list[Tensor | None] | None:
         """Prepare decode steps of one call, before any of their slots is reserved.
 
@@ -150,8 +150,8 @@ class NativeStep:
             if (
                 not of_text
                 and context.weights is not None
-                and context.watched is not None
-                and context.source[context.watched] is layer
+                and context.alignment_layer is not None
+                and context.source[context.alignment_layer] is layer
             ):
                 at.weights = context.weights.data_ptr()
             if read is not None:
@@ -166,7 +166,7 @@ class NativeStep:
                 at.bias_b, at.bias_h, at.bias_step = strides(bias)
         return [*held, *biases.values()]
 
-    def steps_within(self, context: Context, steps: int) -> int:
+    def steps_within(self, context: CallStepInputs, steps: int) -> int:
         """Return how many of `steps` steps one job may have, so that its bias tables stay small."""
         heads = [
             mixer.heads
@@ -178,7 +178,7 @@ class NativeStep:
         slots = context.text[0].keys.shape[2] + steps * _beams(context)
         sentences = (
             1
-            if context.times is None and not isinstance(context.position, Tensor)
+            if context.slot_steps is None and not isinstance(context.position, Tensor)
             else context.sentences
         )
         return max(1, min(steps, BIASES // (sentences * max(heads) * slots)))
@@ -208,7 +208,7 @@ class NativeStep:
         ]
 
     def _covers_steps(
-        self, context: Context, mask: Tensor | None, biases: Mapping[int, Tensor], steps: int
+        self, context: CallStepInputs, mask: Tensor | None, biases: Mapping[int, Tensor], steps: int
     ) -> bool:
         """Return whether C can read masks and biases of the steps, and write attention weights."""
         b, m, layer = context.sentences, _beams(context), context.text[0]
@@ -232,10 +232,10 @@ class NativeStep:
                 )
                 if not (sizes and plain(bias) and bias.stride(3) == 1):
                     return False
-        weights, watched = context.weights, context.watched
-        if weights is None or watched is None:
+        weights, alignment_layer = context.weights, context.alignment_layer
+        if weights is None or alignment_layer is None:
             return True
-        shape = b, m, cast(Any, context.source[watched]).slots
+        shape = b, m, cast(Any, context.source[alignment_layer]).slots
         return (
             plain(weights)
             and weights.is_contiguous()
@@ -254,7 +254,7 @@ class NativeStep:
         if len(self._checked) != len(places):
             count = len(places)
             self.seen, self._checked, self._placed = (
-                (c.Seen * count)(),
+                (c.KVRecord * count)(),
                 [None] * count,
                 [None] * count,
             )
@@ -266,12 +266,12 @@ class NativeStep:
                 return False
             keys, values = layer.own
             if mask is not None:
-                later = steps if of_text and isinstance(part, Context) else 0
+                later = steps if of_text and isinstance(part, CallStepInputs) else 0
                 count = _slots(place) + later * _beams(part)
                 if (id(mask), count) not in masks and not _is_mask(mask, part, mixer.heads, count):
                     return False
                 masks.add((id(mask), count))
-            at_once = _beams(part) if isinstance(part, Context) else 1
+            at_once = _beams(part) if isinstance(part, CallStepInputs) else 1
             if at_once * (mixer.heads // keys.shape[1]) > native.ROWS or not (
                 of_text or layer.slots
             ):
@@ -309,7 +309,7 @@ class NativeStep:
         rotation = lambda rotary: context.rotation(rotary, x)  # noqa: E731
         return self._rotated(rotation, lambda cosine: cosine.shape[0] > 1, (1, len(x)), held)
 
-    def _rotate_steps(self, context: Context, steps: int, held: list[Tensor | None]) -> bool:
+    def _rotate_steps(self, context: CallStepInputs, steps: int, held: list[Tensor | None]) -> bool:
         """Write the rotation of several steps, concatenated, to the records; as `_rotate`."""
         position, known = context.position, dict[int, tuple[Tensor, Tensor]]()
         apart = isinstance(position, Tensor)  # Whether rows of a step may differ.
@@ -326,7 +326,7 @@ class NativeStep:
             first + torch.arange(steps, dtype=torch.int64, device="cpu")[:, None]
         ).flatten()
         like = torch.empty(0, dtype=self.records.dtype, device="cpu")
-        rotation = lambda rotary: turned_once(known, rotary, positions, like)  # noqa: E731
+        rotation = lambda rotary: rotation_once(known, rotary, positions, like)  # noqa: E731
         return self._rotated(rotation, lambda _: apart, (len(positions),), held)
 
     def _rotated(
@@ -368,7 +368,7 @@ class NativeStep:
     def _open(self, parts: Sequence[Part], places: Sequence[_Place]) -> list[Tensor]:
         """Reserve the slots of the newest tokens and fill `seen`; return masks to keep alive."""
         for part in parts:
-            if isinstance(part, Context):
+            if isinstance(part, CallStepInputs):
                 _open(part)
         masks: dict[int, tuple[Tensor, list[int]]] = {}
         self._attention = 0
@@ -389,9 +389,9 @@ class NativeStep:
                 readable, (at.mask_b, at.mask_h, at.mask_m) = masks[id(mask)]
                 at.mask = readable.data_ptr()
             at.weights = None
-            if isinstance(part, Ragged) or of_text or part.watched is None:
+            if isinstance(part, RaggedStepInputs) or of_text or part.alignment_layer is None:
                 continue
-            if part.source[part.watched] is layer:
+            if part.source[part.alignment_layer] is layer:
                 rows = part.sentences * _beams(part)
                 part.weights = torch.empty(rows, at.count, dtype=torch.float32, device="cpu")
                 at.weights = part.weights.data_ptr()
@@ -415,31 +415,33 @@ def _continue(common: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
 
 def _parts(context: StepInputs) -> Sequence[Part] | None:
     """Return the inputs of all calls in a step; None for other kinds of `StepInputs`."""
-    if isinstance(context, Context) or (isinstance(context, Ragged) and context.level):
+    if isinstance(context, CallStepInputs) or (
+        isinstance(context, RaggedStepInputs) and context.level
+    ):
         return [context]
-    return context.parts if type(context) is Joint else None
+    return context.parts if type(context) is JointStepInputs else None
 
 
 def _rows(part: Part) -> Rows:
-    return Rows(part.sentences, _beams(part), isinstance(part, Ragged))
+    return Rows(part.sentences, _beams(part), isinstance(part, RaggedStepInputs))
 
 
 def _beams(part: Part) -> int:
     """Return the rows per sentence: beams, or tokens of a span."""
-    return part.queries if isinstance(part, Ragged) else part.text[0].beams
+    return part.queries if isinstance(part, RaggedStepInputs) else part.text[0].beams
 
 
 def _slots(place: _Place) -> int:
     """Return the number of slots in use; of the text in a pass over spans, those up to its end."""
     part, layer = place.part, place.layer
-    return part.end if isinstance(part, Ragged) and place.of_text else layer.slots
+    return part.end if isinstance(part, RaggedStepInputs) and place.of_text else layer.slots
 
 
-def _open(part: Context) -> None:
+def _open(part: CallStepInputs) -> None:
     """Reserve a slot for the newest token of every beam in each self-attention layer."""
     for layer in part.text:
         placed: Any = layer
-        placed.make_room()
+        placed.ensure_capacity()
         placed.note_step()
 
 

@@ -43,7 +43,7 @@ from fastgen.patches.generation_call import current
 
 
 @dataclass
-class Drafting:
+class BildSession:
     """The options of a `bild` context, and its counters.
 
     Attributes:
@@ -63,14 +63,14 @@ class Drafting:
         return f"Big-little decoding: {summary}"
 
 
-def requested() -> Drafting | None:
-    """Return the `Drafting` of this context, or None."""
+def requested() -> BildSession | None:
+    """Return the `BildSession` of this context, or None."""
     return current.get().bild
 
 
 def bild(
     small: Any, early_exit: int | None, values: Mapping[str, Any]
-) -> AbstractContextManager[Drafting]:
+) -> AbstractContextManager[BildSession]:
     """See `fastgen.bild`.
 
     Args:
@@ -84,7 +84,7 @@ def bild(
 
 
 @contextmanager
-def drafting(options: Options) -> Generator[Drafting]:
+def drafting(options: Options) -> Generator[BildSession]:
     """Return a context within which generators run big-little decoding.
 
     Raises:
@@ -98,9 +98,9 @@ def drafting(options: Options) -> Generator[Drafting]:
         )
     if isinstance(options.small, nn.Module):
         options.small.eval()  # generators do the same with their own models
-    here = Drafting(options)
-    with changed(current, bild=here):
-        yield here
+    session = BildSession(options)
+    with changed(current, bild=session):
+        yield session
 
 
 def _model_of(small: Any) -> Any:
@@ -183,7 +183,7 @@ def _check_dictionaries(large: Any, small: Any) -> None:
 
 
 def generate(
-    here: Drafting,
+    session: BildSession,
     generator: Any,
     sample: Any,
     prefix_tokens: Tensor | None,
@@ -195,20 +195,20 @@ def generate(
     Raises:
         ValueError: The call uses an unsupported feature; the message names it.
     """
-    options = here.options
-    plan = _planned(here, generator, sample, prefix_tokens, constraints)
+    options = session.options
+    plan = _planned(session, generator, sample, prefix_tokens, constraints)
     small = nullcontext() if options.small is None else routed(options.small)
     with engine.running(plan), routed(generator.model.models[0]), small:
         hypotheses, counts, left_off = _decode(
             generator, plan, sample["net_input"], options, bos_token
         )
-    _count(here, counts)
+    _count(session, counts)
     note_served(generator, plan, (*plan.left_off, *left_off), ())
     return hypotheses
 
 
 def rests(
-    here: Drafting,
+    session: BildSession,
     generator: Any,
     sample: Any,
     prefix_tokens: Tensor | None,
@@ -219,15 +219,15 @@ def rests(
     Raises:
         ValueError: See `generate`.
     """
-    if not _adaptive(here.options):
+    if not _adaptive(session.options):
         return False
-    plan = _planned(here, generator, sample, prefix_tokens, constraints)
-    timing = _timing(generator, here.options, plan.sentences)
+    plan = _planned(session, generator, sample, prefix_tokens, constraints)
+    timing = _timing(generator, session.options, plan.sentences)
     return timing is not None and timing.total > 0.0 and not timing.may_draft()
 
 
 def of_large_alone(
-    here: Drafting,
+    session: BildSession,
     generator: Any,
     found: list[list[dict[str, Tensor]]],
     steps: Sequence[tuple[int, float]],
@@ -236,7 +236,7 @@ def of_large_alone(
     """Record the timings of a call that the large model ran alone, and return its result.
 
     Args:
-        here: The options and counters of the context.
+        session: The options and counters of the context.
         generator: fairseq's generator.
         found: The hypotheses of each sentence.
         steps: Rows and seconds of each step.
@@ -245,13 +245,13 @@ def of_large_alone(
     Returns:
         The hypotheses, without attention, as `generate` returns them.
     """
-    timing = _timing(generator, here.options, len(found))
+    timing = _timing(generator, session.options, len(found))
     assert timing is not None  # implied by `rests`
     for rows, step_seconds in steps[1:]:  # without the prompt, as in rounds
         timing.note(False, rows, rows, step_seconds)
     lengths = [len(hypothesis["tokens"]) for (hypothesis,) in found]
     timing.note_call(False, sum(lengths), seconds)
-    _count(here, [Counts(tokens=length, large_calls=length) for length in lengths])
+    _count(session, [Counts(tokens=length, large_calls=length) for length in lengths])
     return [
         [hypothesis | {"attention": torch.empty(0, dtype=torch.float32, device="cpu")}]
         for (hypothesis,) in found
@@ -259,14 +259,14 @@ def of_large_alone(
 
 
 def _planned(
-    here: Drafting,
+    session: BildSession,
     generator: Any,
     sample: Any,
     prefix_tokens: Tensor | None,
     constraints: Tensor | None,
 ) -> Plan:
     """Return the plan of a call; ValueError if the call uses an unsupported feature."""
-    check(generator, here.options)
+    check(generator, session.options)
     for what, value in {"a prefix": prefix_tokens, "constraints": constraints}.items():
         if value is not None:
             raise _impossible(what)
@@ -274,9 +274,9 @@ def _planned(
         plan = replace(decide.decide(generator, sample, constraints), method="big-little decoding")
     except Unsupported as unsupported:
         raise ValueError(f"big-little decoding: {unsupported.reason}") from None
-    if here.options.small is not None:
+    if session.options.small is not None:
         source = sample["net_input"]["src_tokens"]
-        _check_positions(here.options.small, source.shape[1], longest_of(generator, source))
+        _check_positions(session.options.small, source.shape[1], longest_of(generator, source))
     return plan
 
 
@@ -291,11 +291,11 @@ def _adaptive(options: Options) -> bool:
     return options.lossless if options.adaptive is None else options.adaptive
 
 
-def _count(here: Drafting, counts: Sequence[Counts]) -> None:
+def _count(session: BildSession, counts: Sequence[Counts]) -> None:
     total = {
         name: sum(getattr(each, name) for each in counts) for name in Counts.__dataclass_fields__
     }
-    here.counts.update(total)
+    session.counts.update(total)
     engine.note_drafting(total)
 
 

@@ -82,7 +82,7 @@ class Pair:
             raise self._exit(f"--bild-small {small} cannot be read: {error}") from error
         self.small, self.options = [model], replace(self.options, small=model)
 
-    def drafting(self, generator: Any) -> AbstractContextManager[bild.Drafting | None]:
+    def drafting(self, generator: Any) -> AbstractContextManager[bild.BildSession | None]:
         """Return the context in which a generator runs big-little decoding, if requested.
 
         Raises:

@@ -23,7 +23,7 @@ from fastgen.patches.engine import engine
 from fastgen.patches.fairseq.bild.bild_command import Pair
 from fastgen.patches.fairseq.commands import workers
 from fastgen.patches.fairseq.commands.background import InOrder
-from fastgen.patches.fairseq.commands.lines import LineFormatter, Scored, Sentence, spoken
+from fastgen.patches.fairseq.commands.lines import LineFormatter, Scored, Sentence, plain_hypotheses
 from fastgen.patches.fairseq.commands.options import command_line
 from fastgen.patches.fairseq.commands.setup import Run, check_sampling, standard_output, without
 from fastgen.patches.fairseq.generator.refill import Translations
@@ -316,7 +316,9 @@ def _sentences(
         if formatter.align is not None:
             source = dataset.src.get_original_text(number)
             target = dataset.tgt.get_original_text(number)
-        sentences.append(Sentence(number, source, target, spoken(found[i][: formatter.nbest])))
+        sentences.append(
+            Sentence(number, source, target, plain_hypotheses(found[i][: formatter.nbest]))
+        )
     return sentences
 
 

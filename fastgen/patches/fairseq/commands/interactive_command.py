@@ -23,7 +23,12 @@ from fastgen.patches.engine import engine
 from fastgen.patches.fairseq.bild.bild_command import Pair
 from fastgen.patches.fairseq.commands import workers
 from fastgen.patches.fairseq.commands.background import InOrder
-from fastgen.patches.fairseq.commands.lines import LineFormatter, Sentence, Spoken, spoken
+from fastgen.patches.fairseq.commands.lines import (
+    LineFormatter,
+    PlainHypothesis,
+    Sentence,
+    plain_hypotheses,
+)
 from fastgen.patches.fairseq.commands.options import command_line
 from fastgen.patches.fairseq.commands.setup import Run, check_sampling, standard_output, without
 
@@ -68,7 +73,9 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
         for batch in batches:
             began_batch = time.time()
             nbest_lists = _translate(run, generator, batch)
-            plain_hypotheses = [spoken(hypotheses[: formatter.nbest]) for hypotheses in nbest_lists]
+            plain_hypotheses = [
+                plain_hypotheses(hypotheses[: formatter.nbest]) for hypotheses in nbest_lists
+            ]
             yield _Translated(batch, plain_hypotheses, time.time() - began_batch)
 
     with (
@@ -108,7 +115,7 @@ class _Translated(NamedTuple):
     """
 
     batch: Any
-    found: list[list[Spoken]]
+    found: list[list[PlainHypothesis]]
     seconds: float
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass
-class Spoken:
+class PlainHypothesis:
     """A hypothesis as plain numbers.
 
     Attributes:
@@ -46,7 +46,7 @@ class Sentence:
     number: int
     source: list[int] | str | None
     target: list[int] | str | None
-    hypotheses: list[Spoken]
+    hypotheses: list[PlainHypothesis]
     constraints: list[Tensor] = field(default_factory=list[Tensor])
     seconds: float | None = None
 
@@ -189,10 +189,10 @@ def _aligned(alignment: Any, kind: str) -> str:
     return " ".join(f"{source}-{target}" for source, target in alignment)
 
 
-def spoken(hypotheses: list[dict[str, Any]]) -> list[Spoken]:
+def plain_hypotheses(hypotheses: list[dict[str, Any]]) -> list[PlainHypothesis]:
     """Convert fairseq's hypotheses to plain numbers, with one device read per field."""
     return [
-        Spoken(
+        PlainHypothesis(
             hypothesis["tokens"].tolist(),
             float(hypothesis["score"] / math.log(2)),
             (hypothesis["positional_scores"].cpu() / math.log(2)).tolist(),

@@ -275,7 +275,7 @@ class Workers:
         if isinstance(message, _Wanted):
             self._asking.append(worker)
         elif isinstance(message, _Ended):
-            engine.count_too(message.counted)
+            engine.merge_counts(message.counted)
             worker.process.join()
             self._take_out(worker)
         elif worker.got:

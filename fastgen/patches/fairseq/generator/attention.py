@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.layer_kv import LayerKV
-from fastgen.models.memory.scratch import Memory
+from fastgen.models.memory.scratch import ScratchPool
 from fastgen.ops.beam_attention import beam_attention, beam_attention_with_weights
 from fastgen.patches.generation_call import current
 
@@ -59,7 +59,7 @@ class Layers(Attending):
     """
 
     def __init__(
-        self, modules: list[Any], sentences: int, beams: int, longest: int, memory: Memory
+        self, modules: list[Any], sentences: int, beams: int, longest: int, memory: ScratchPool
     ) -> None:
         self.sentences, self.beams = sentences, beams
         self.of: dict[Any, LayerKV] = {

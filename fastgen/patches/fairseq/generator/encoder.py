@@ -16,11 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastgen.models.build.encoder_builder import encoder_of, may_run_in_c
-from fastgen.models.build.equivalence_check import OTHERWISE, outcome, trial, verdict
+from fastgen.models.build.equivalence_check import (
+    OUTPUTS_DIFFER,
+    record_verdict,
+    recorded_verdict,
+    trial,
+)
 from fastgen.models.build.int8_step import encoder_to_run
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers import linear
-from fastgen.models.runtime.encoder import Encoder, Sentences, arranged, pays, weights_of, whole
+from fastgen.models.runtime.encoder import Encoder, UnpaddedBatch, pays, unpad, weights_of, whole
 from fastgen.models.specs.encoder_decoder import FAIRSEQ_ENCODER
 from fastgen.patches.fairseq.generator.attention import Attending
 from fastgen.patches.generation_call import in_step
@@ -135,7 +140,7 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
     layers = encoder_of(_bare(encoder), FAIRSEQ_ENCODER, length, of=encoder)
     if not saves and layers.run_layers is None:
         return None
-    proven = outcome(layers)
+    proven = recorded_verdict(layers)
     if proven is None:
         own = _by_modules(encoder, net_input)
         one_input, one_visible = {name: net_input[name][:1] for name in inputs}, visible[:1]
@@ -145,10 +150,10 @@ def _from_weights(encoder: Any, net_input: dict[str, Any]) -> tuple[Any, str | N
             (),
             own_tokens.dtype,
         )
-        reason = verdict(layers, trial_result, own_tokens)
+        reason = record_verdict(layers, trial_result, own_tokens)
         return own, None if reason is None else _through_modules(reason)
     if not proven:
-        raise NotFused(OTHERWISE)
+        raise NotFused(OUTPUTS_DIFFER)
     # LayerDrop draws its random numbers here, in evaluation mode too.
     next(iter(encoder.layers))
     return _at_once(encoder, encoder_to_run(layers), net_input, visible), None
@@ -163,7 +168,7 @@ def _at_once(encoder: Any, layers: Encoder, net_input: dict[str, Any], visible: 
     """Return the encoder's output, with all of its layers replaced by a fused one."""
     shape = visible.shape[0], visible.shape[1]
     sentences = (
-        whole(shape, "none", visible.device) if bool(visible.all()) else arranged(visible, "none")
+        whole(shape, "none", visible.device) if bool(visible.all()) else unpad(visible, "none")
     )
     twin = _twin(encoder)
     twin._modules |= {"layers": nn.ModuleList([_AllLayers(layers, sentences)]), "layer_norm": None}
@@ -175,7 +180,7 @@ class _AllLayers(nn.Module):
 
     load_to_BT = False  # fairseq reads it from the first layer
 
-    def __init__(self, layers: Encoder, sentences: Sentences) -> None:
+    def __init__(self, layers: Encoder, sentences: UnpaddedBatch) -> None:
         super().__init__()
         self.run = layers, sentences
 

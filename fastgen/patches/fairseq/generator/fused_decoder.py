@@ -8,17 +8,17 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.decoding.kv_cache.ancestry import Ancestry
-from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.equivalence_check import recorded_verdict
 from fastgen.models.build.int8_step import step_to_run
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.build.step_builder import step_of
 from fastgen.models.cuda_graphs import graph
-from fastgen.models.cuda_graphs.graph_buffers import Reads
+from fastgen.models.cuda_graphs.graph_buffers import GraphInputs
 from fastgen.models.cuda_graphs.replay import Opened, Replay
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native.multistep_job import Prepared, is_written, prepared
-from fastgen.models.runtime.ragged_step import Ragged, Span
-from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.native.multistep_job import Prepared, prepared, supports_steps
+from fastgen.models.runtime.ragged_step import RaggedStepInputs, Span
+from fastgen.models.runtime.step_inputs import CallStepInputs
 from fastgen.models.specs.encoder_decoder import FAIRSEQ
 from fastgen.ops import native
 from fastgen.patches.fairseq.generator.attention import Layers
@@ -54,10 +54,10 @@ class FusedDecoder:
             layers.of[layer.encoder_attn] for layer in modules if layer.encoder_attn is not None
         ]
         self.ready = False
-        self.note_verdict(bool(outcome(self.step)))
+        self.note_verdict(bool(recorded_verdict(self.step)))
         first = self.text[0]
         self.replay = Replay(self.step, self.text, longest) if graph.wanted(first.keys) else None
-        self._written = self.replay is None and is_written(self.step)  # C runs ids to logits
+        self._written = self.replay is None and supports_steps(self.step)  # C runs ids to logits
 
     def note_verdict(self, ready: bool) -> None:
         """Note whether the step has passed the equivalence check; then it runs in its precision."""
@@ -91,24 +91,24 @@ class FusedDecoder:
         assert self.replay is not None
         return self.replay.open(tokens[:, -1], self._reads(ancestry))
 
-    def _reads(self, ancestry: Ancestry) -> Reads:
+    def _reads(self, ancestry: Ancestry) -> GraphInputs:
         layers = self.layers
-        return Reads(
+        return GraphInputs(
             layers.sentences, self.text, self.source, ancestry, self.text[0].prefix,
-            source_mask=layers.source_mask, watched=self._watched,
+            source_mask=layers.source_mask, alignment_layer=self._alignment_layer,
         )  # fmt: skip
 
     @property
-    def _watched(self) -> int | None:
+    def _alignment_layer(self) -> int | None:
         return len(self.source) - 1 if self.source else None
 
-    def context(self) -> Context:
+    def context(self) -> CallStepInputs:
         """Return the inputs of the next step."""
         layers, prefix = self.layers, self.text[0].prefix
         at = prefix + self.text[0].steps
-        return Context(
+        return CallStepInputs(
             layers.sentences, at + 1, prefix, at, self.text, self.source,
-            layers.text_mask, layers.source_mask, watched=self._watched,
+            layers.text_mask, layers.source_mask, alignment_layer=self._alignment_layer,
         )  # fmt: skip
 
     @property
@@ -129,10 +129,10 @@ class FusedDecoder:
             The prepared steps; None if C cannot run them.
         """
         layers, text = self.layers, self.text[0]
-        context = Context(
+        context = CallStepInputs(
             layers.sentences, text.prefix + text.steps + 1, text.prefix, text.prefix + text.steps,
-            self.text, self.source, None, layers.source_mask, ancestry.times,
-            watched=len(self.source) - 1, weights=weights,
+            self.text, self.source, None, layers.source_mask, ancestry.slot_steps,
+            alignment_layer=len(self.source) - 1, weights=weights,
         )  # fmt: skip
         return prepared(self.step, context, ancestry.behind(text.prefix, None), ancestry.own, steps)
 
@@ -148,7 +148,7 @@ class FusedDecoder:
         """
         layers, step = self.layers, step or self.step
         text, source = step.layers
-        around = Ragged(
+        around = RaggedStepInputs(
             layers.sentences, spans, self.text[0].prefix, self.text[:text], self.source[:source],
             source_mask=layers.source_mask,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 from fairseq.tasks import FairseqTask
 
 from fastgen.decoding.batching.continuous_batching import (
-    Cohort,
+    InFlightBatch,
     Occupancy,
     advance,
     not_refilled,
@@ -33,7 +33,7 @@ from fastgen.decoding.plan import Unsupported
 from fastgen.models.cuda_graphs.replay import JointReplay
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.patches.engine import engine
-from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room
+from fastgen.patches.engine.out_of_memory import NO_MEMORY, free_unused_memory
 from fastgen.patches.fairseq.bild.bild import requested
 from fastgen.patches.fairseq.generator.decide import decide
 from fastgen.patches.fairseq.generator.generate import (
@@ -89,7 +89,7 @@ class _Batch:
 
 
 @dataclass(eq=False)
-class _Running(Cohort):
+class _Running(InFlightBatch):
     batch: _Batch = field(kw_only=True)
     begun: SuspendedDecode = field(kw_only=True)
 
@@ -260,7 +260,7 @@ class Translations:
         self._replay.forget()
         self._refuse(NO_MEMORY)
         _logger.warning("not enough memory for batches that refill: %d begin anew", len(again))
-        make_room()
+        free_unused_memory()
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason

@@ -17,14 +17,14 @@ from torch import Tensor
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.layer_kv import note_steps, room_for_steps
 from fastgen.decoding.search.prediction import Prediction, StepOutput
-from fastgen.models.build.equivalence_check import by_modules, trial, verdict
+from fastgen.models.build.equivalence_check import by_modules, record_verdict, trial
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.cuda_graphs.replay import Opened, Result
-from fastgen.models.memory.scratch import Memory, memory_of
+from fastgen.models.memory.scratch import ScratchPool, scratch_pool_of
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native.multistep_job import Prepared
-from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.step_inputs import CallStepInputs
 from fastgen.ops.selection.log_softmax import log_softmax
 from fastgen.patches.fairseq.generator.attention import Layers
 from fastgen.patches.fairseq.generator.fused_decoder import FusedDecoder
@@ -61,7 +61,7 @@ class Member:
         temperature: float = 1.0,
     ) -> None:
         self.model, self.encoder_out, self.temperature = model, encoder_out, temperature
-        self.memory: Memory = memory_of(model)
+        self.memory: ScratchPool = scratch_pool_of(model)
         self.layers = Layers(attention_of(model.decoder), sentences, beams, longest, self.memory)
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.plain = _takes_log_softmax(model)
@@ -92,13 +92,13 @@ class Member:
             unchecked = self.fused
             trial_result = trial(lambda: unchecked(tokens)[0], unchecked.text, unchecked.step.dtype)
             logits, attention, extra = self._by_modules(tokens)
-            reason = verdict(unchecked.step, trial_result, logits[:, -1])
+            reason = record_verdict(unchecked.step, trial_result, logits[:, -1])
             unchecked.note_verdict(reason is None)
             if reason is not None:
                 self.fused, self.left_off = None, by_modules(reason)
         return self.predicted(logits, extra), attention
 
-    def begin_step(self, ancestry: Ancestry) -> Context:
+    def begin_step(self, ancestry: Ancestry) -> CallStepInputs:
         """Open a fused step that is computed jointly with those of other batches."""
         assert self.fused is not None
         self.layers.begin_step(ancestry, self.dtype)
@@ -318,7 +318,7 @@ class SharedStepper:
         replays = [member.fused.replay for member in self._all if member.fused is not None]
         return all(replay is not None and replay.supported(rows) for replay in replays)
 
-    def begin_step(self, ids: Tensor) -> list[Context]:
+    def begin_step(self, ids: Tensor) -> list[CallStepInputs]:
         """Open a step of the newest token of ids (R, L), computed jointly with other batches."""
         ancestry = self._opened()
         return [member.begin_step(ancestry) for member in self._all]

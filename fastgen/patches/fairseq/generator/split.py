@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.patches.engine import engine
-from fastgen.patches.engine.out_of_memory import make_room, stop_packing
+from fastgen.patches.engine.out_of_memory import free_unused_memory, stop_packing
 
 _logger = logging.getLogger("fastgen")
 
@@ -45,7 +45,7 @@ def in_halves(
         "not enough memory for a batch of %d sentences: it is generated in halves", sentences
     )
     engine.hit("fairseq.generate", ["batch split: out of memory"])
-    make_room()
+    free_unused_memory()
     hypotheses: Found = []
     for at in (slice(0, sentences // 2), slice(sentences // 2, sentences)):
         part = {

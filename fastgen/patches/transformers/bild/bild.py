@@ -330,7 +330,7 @@ class _FusedModel:
             return None
         logits = self.stepper.prefill()
         try:
-            self.stepper.prove(logits)
+            self.stepper.check_equivalence(logits)
         except NotFused as reason:
             raise _not_fused(self.stepper.model, reason) from None
         return logits

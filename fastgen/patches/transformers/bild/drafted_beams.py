@@ -70,8 +70,8 @@ class DraftedStepper(SharedStepper):
     def prefill(self) -> Tensor:
         logits, m = super().prefill(), self.plan.beams
         small = self.small.prefill()
-        self.prove(logits)
-        self.small.prove(small)
+        self.check_equivalence(logits)
+        self.small.check_equivalence(small)
         trees = (
             self._tree(self.fused, m + self.width * self.depth),
             self._tree(self.small.fused, m + self.width),

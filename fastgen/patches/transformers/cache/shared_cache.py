@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.layer_kv import LayerKV, note_steps, room_for_steps
 from fastgen.models.layers.attention import placeholder
-from fastgen.models.memory.scratch import Memory
+from fastgen.models.memory.scratch import ScratchPool
 from fastgen.ops.cache import write_slots_
 
 
@@ -61,7 +61,7 @@ class _FullLayer:
         return self.keys, self.values
 
 
-class Room:
+class FullCapacityView:
     """View of a cache's full capacity, for captured decode steps.
 
     It is valid until the cache's buffers move. What changes between steps is read on the device.
@@ -77,8 +77,8 @@ class Room:
     """
 
     def __init__(self, cache: "SharedCache") -> None:
-        tables = [] if cache.ancestry is None else [cache.ancestry.room]
-        slots = [layer.room[0].shape[2] - layer.prefix for layer in cache.text] + [
+        tables = [] if cache.ancestry is None else [cache.ancestry.capacity_buffers]
+        slots = [layer.capacity_buffers[0].shape[2] - layer.prefix for layer in cache.text] + [
             table.shape[2] for table in tables
         ]
         steps, self._beams, self._prefix = (
@@ -86,13 +86,13 @@ class Room:
             cache.beams,
             cache.text[0].prefix,
         )
-        self._held = [*(layer.room[0] for layer in cache.text), *tables]
+        self._held = [*(layer.capacity_buffers[0] for layer in cache.text), *tables]
         self._layers: dict[LayerKV, Any] = {layer: layer for layer in cache.source}
         for layer in cache.text:
             end = layer.prefix + steps * cache.beams
-            keys, values = (buffer[:, :, :end] for buffer in layer.room)
+            keys, values = (buffer[:, :, :end] for buffer in layer.capacity_buffers)
             self._layers[layer] = _FullLayer(keys, values, layer.prefix, steps)
-        self._tickets = {
+        self._placeholders = {
             layer: placeholder(whole, cache.rows, whole.prefix + whole.steps)
             for layer, whole in self._layers.items()
         }
@@ -103,8 +103,8 @@ class Room:
 
     def holds(self, cache: "SharedCache") -> bool:
         """Return whether the cache's buffers are the ones that this view was made of."""
-        tables = [] if cache.ancestry is None else [cache.ancestry.room]
-        now = [*(layer.room[0] for layer in cache.text), *tables]
+        tables = [] if cache.ancestry is None else [cache.ancestry.capacity_buffers]
+        now = [*(layer.capacity_buffers[0] for layer in cache.text), *tables]
         return len(now) == len(self._held) and all(
             new is old for new, old in zip(now, self._held, strict=True)
         )
@@ -116,7 +116,7 @@ class Room:
 
     def placeholder(self, layer: LayerKV) -> Tensor:
         """Return the placeholder of a layer."""
-        return self._tickets[layer]
+        return self._placeholders[layer]
 
     def length_of(self, layer: LayerKV) -> Any:
         """Return the number of tokens before the newest one, as modules ask for it.
@@ -151,14 +151,14 @@ class SharedCache:
         longest: int,
         device: torch.device,
         stock: Cache,
-        memory: Memory,
+        memory: ScratchPool,
         prompt: int,
     ) -> None:
         self.sentences, self.beams, self.longest = sentences, beams, longest
         self.device, self.stock = device, stock
         self._stock_rows, self._peak = sentences * beams, 0
         self.decoding = self.looked_at = False
-        self.room: Room | None = None  # set within `as_room`
+        self.full_view: FullCapacityView | None = None  # set within `as_full_capacity`
         self.ancestry = Ancestry(sentences, beams, longest, device) if beams > 1 else None
         self.text: list[LayerKV] = []
         self.source: list[LayerKV] = []
@@ -171,9 +171,9 @@ class SharedCache:
                 partial(_Layer, owner, self.text, partial(layer, expected=beams, prompt=prompt)),
             )
         )
-        self.as_seen: Cache = own  # the cache passed to the model
+        self.model_cache: Cache = own  # the cache passed to the model
         if isinstance(stock, EncoderDecoderCache):
-            self.as_seen = EncoderDecoderCache(
+            self.model_cache = EncoderDecoderCache(
                 own,
                 Cache(
                     layer_class_to_replicate=cast(Any, partial(_Layer, owner, self.source, layer))
@@ -200,7 +200,9 @@ class SharedCache:
     @property
     def returns_placeholders(self) -> bool:
         """Whether layers return placeholders instead of keys and values."""
-        return self.decoding and (self.room is not None or (self.beams > 1 and not self.looked_at))
+        return self.decoding and (
+            self.full_view is not None or (self.beams > 1 and not self.looked_at)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +228,7 @@ class SharedCache:
 
     def keep_text(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's self-attention keys and values (B, Hkv, L, D), as its module would."""
-        parts_of(self.as_seen)[0].update(keys, values, layer)
+        parts_of(self.model_cache)[0].update(keys, values, layer)
 
     def keep_common(self, cache: Cache, apart: bool) -> None:
         """Store the keys and values of tokens that the prompts of all sentences begin with.
@@ -235,7 +237,7 @@ class SharedCache:
             cache: A cache of transformers with one row.
             apart: Whether to store them once, for readers that know of them.
         """
-        own: Any = parts_of(self.as_seen)[0]
+        own: Any = parts_of(self.model_cache)[0]
         for index, layer in enumerate(parts_of(cache)[0].layers):
             if apart:
                 own.layers.append(own.layer_class_to_replicate())
@@ -248,7 +250,7 @@ class SharedCache:
 
     def keep_source(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store a layer's cross-attention keys and values (B, Hkv, S, D), as its module would."""
-        cached = cast(Any, self.as_seen)
+        cached = cast(Any, self.model_cache)
         cached.cross_attention_cache.update(keys, values, layer)
         cached.is_updated[layer] = True
 
@@ -337,14 +339,14 @@ class SharedCache:
             self.looked_at = False
 
     @contextmanager
-    def as_room(self, room: Room) -> Generator[None]:
+    def as_full_capacity(self, room: FullCapacityView) -> Generator[None]:
         """Present the full capacity of the cache; writes go to the slots at `room.start`."""
         room.count()
-        self.room = room
+        self.full_view = room
         try:
             yield
         finally:
-            self.room = None
+            self.full_view = None
 
     def rewind(self, steps: int) -> None:
         """Drop all but the first `steps` generated tokens; with one beam per sentence."""
@@ -398,7 +400,7 @@ class _Layer(DynamicLayer):
         self._owner, self._kv = owner, make()
         layers.append(self._kv)
         self.is_initialized = True
-        self._ticket: Tensor | None = None
+        self._placeholder: Tensor | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -410,26 +412,26 @@ class _Layer(DynamicLayer):
         if self._owner.looked_at:
             keys, values = self._kv.joined()
             return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
-        if (room := self._owner.room) is None:
+        if (room := self._owner.full_view) is None:
             self._kv.append(key_states, value_states)
         else:
-            write_slots_(*self._kv.room, key_states, value_states, room.start)
+            write_slots_(*self._kv.capacity_buffers, key_states, value_states, room.start)
         if self._owner.returns_placeholders:
             return self._handed_out, self._handed_out
         return self._kv.joined()
 
     def get_seq_length(self) -> int:
-        room = self._owner.room
+        room = self._owner.full_view
         return self._kv.length if room is None else room.length_of(self._kv)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        room = self._owner.room
+        room = self._owner.full_view
         return super().get_mask_sizes(query_length) if room is None else (room.tokens, 0)
 
     # True makes transformers build masks over the full capacity.
     @property
     def is_compileable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._owner.room is not None
+        return self._owner.full_view is not None
 
     @property
     def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -442,9 +444,13 @@ class _Layer(DynamicLayer):
     @property
     def _handed_out(self) -> Tensor:
         """Placeholder for the keys and the values of this layer."""
-        if (room := self._owner.room) is not None:
+        if (room := self._owner.full_view) is not None:
             return room.placeholder(self._kv)
         rows, length = self._owner.rows, self._kv.length
-        if self._ticket is None or self._ticket.shape[0] != rows or self._ticket.shape[2] != length:
-            self._ticket = placeholder(self._kv, rows, length)
-        return self._ticket
+        if (
+            self._placeholder is None
+            or self._placeholder.shape[0] != rows
+            or self._placeholder.shape[2] != length
+        ):
+            self._placeholder = placeholder(self._kv, rows, length)
+        return self._placeholder

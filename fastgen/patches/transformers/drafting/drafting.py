@@ -18,7 +18,7 @@ from fastgen.models.build.int8_step import (
 )
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.head_bounds import OUTGROWN, weight_bytes
-from fastgen.models.state import Kept, state_of
+from fastgen.models.state import CachedState, state_of
 from fastgen.ops import processor
 from fastgen.patches.transformers.drafting import prompt_lookup
 from fastgen.patches.transformers.generate.loop_call import Call
@@ -42,7 +42,7 @@ PACKING_SHARE = 0.02
 """Share of the time of a model's greedy calls that packing its weights in int8 may take."""
 
 
-class SelfDrafts(Kept):
+class SelfDrafts(CachedState):
     """Costs and acceptance of a model's own drafts, by the number of texts as a power of two."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPa
 
 from fastgen.context import changed
 from fastgen.models.build.encoder_builder import encoder_of
-from fastgen.models.build.equivalence_check import Tried, outcome, verdict
+from fastgen.models.build.equivalence_check import TrialOutputs, record_verdict, recorded_verdict
 from fastgen.models.build.int8_step import encoder_to_run
 from fastgen.models.build.introspection import NotFused, is_toolkits
 from fastgen.models.build.patched_torch import replaced
@@ -27,10 +27,10 @@ from fastgen.models.layers import linear
 from fastgen.models.runtime.encoder import (
     Encoder,
     Padding,
-    Sentences,
-    arranged,
+    UnpaddedBatch,
     may_pay,
     pays,
+    unpad,
     weights_of,
     whole,
 )
@@ -171,7 +171,7 @@ def _encode(
         padding = "alike"
     check_gain(encoder.layer, visible, hidden.shape, padding)
     layers = encoder_of(encoder, ENCODERS[family.replace("_", "-")], shape[1])
-    if outcome(layers) is None:
+    if recorded_verdict(layers) is None:
         one = slice(0, 1)
         own = original(encoder, hidden[one], mask if mask is None else mask[one]).last_hidden_state
         ours = run(
@@ -247,22 +247,20 @@ def prove(encoder: Encoder, found: Tensor, own: Tensor) -> None:
     Raises:
         NotFused: They differ.
     """
-    reason = verdict(encoder, Tried([found]), own)
+    reason = record_verdict(encoder, TrialOutputs([found]), own)
     if reason is not None:
         raise NotFused(reason)
 
 
-def run(encoder: Encoder, hidden: Tensor, sentences: Sentences) -> Tensor:
+def run(encoder: Encoder, hidden: Tensor, sentences: UnpaddedBatch) -> Tensor:
     """Run the layers over the selected rows of hidden (B, S, C); return (B, S, C) or (B, 1, C)."""
     return sentences.restored(encoder_to_run(encoder)(sentences.chosen(hidden), sentences))
 
 
-def sentences_of(visible: Tensor | None, shape: tuple[int, int], padding: Padding) -> Sentences:
+def sentences_of(visible: Tensor | None, shape: tuple[int, int], padding: Padding) -> UnpaddedBatch:
     """Return the rows to run of a batch (B, S), given `visible` (B, S) bool or None."""
     return (
-        whole(shape, padding, torch.device("cpu"))
-        if visible is None
-        else arranged(visible, padding)
+        whole(shape, padding, torch.device("cpu")) if visible is None else unpad(visible, padding)
     )
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.models.build.encoder_builder import encoder_of, may_run_in_c
-from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.equivalence_check import recorded_verdict
 from fastgen.models.build.int8_step import encoder_to_run
 from fastgen.models.build.introspection import NotFused, is_toolkits, part_or_none
-from fastgen.models.runtime.encoder import Encoder, Sentences, pays, weights_of
+from fastgen.models.runtime.encoder import Encoder, UnpaddedBatch, pays, weights_of
 from fastgen.models.specs.model_spec import Stack
 from fastgen.models.specs.registry import ENCODERS
 from fastgen.patches.engine import engine
@@ -134,7 +134,7 @@ def _encode(module: Any, spec: Stack, ids: Tensor, visible: Tensor | None) -> Te
         raise Slower(LITTLE)
     if visible is not None and encoder.biased and _is_parted(visible):
         raise NotFused("padding between tokens")
-    if outcome(encoder) is None:
+    if recorded_verdict(encoder) is None:
         one, seen = ids[:1], None if visible is None else visible[:1]
         own = module(input_ids=one, attention_mask=seen).last_hidden_state
         sentences = sentences_of(seen, (1, length), "none")
@@ -148,7 +148,7 @@ def _is_parted(visible: Tensor) -> bool:
     return int((visible[:, 1:] & ~visible[:, :-1]).sum() + visible[:, 0].sum()) != len(visible)
 
 
-def _rows(encoder: Encoder, ids: Tensor, sentences: Sentences) -> Tensor:
+def _rows(encoder: Encoder, ids: Tensor, sentences: UnpaddedBatch) -> Tensor:
     """Embed and encode the tokens among ids (B, S); return one row per token, (R, C)."""
     embedding = encoder.embedding
     assert embedding is not None

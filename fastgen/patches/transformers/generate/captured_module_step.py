@@ -22,16 +22,16 @@ from fastgen.models.cuda_graphs.replay import not_captured
 from fastgen.models.layers.attention import BeamAttention
 from fastgen.models.memory import scratch
 from fastgen.models.routing.routes import modules_of
-from fastgen.models.state import Kept, kept_of, state_of
+from fastgen.models.state import CachedState, cached_state_of, state_of
 from fastgen.patches.generation_call import in_step
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.cache.shared_cache import Room, SharedCache
+from fastgen.patches.transformers.cache.shared_cache import FullCapacityView, SharedCache
 from fastgen.patches.transformers.generate.fused_decoder import check_arguments, check_preparation
 
 WORTH = 16
 """Minimum number of remaining steps for a capture to pay: some of them run both ways."""
 
-OTHERWISE = "replayed, the logits differ"
+OUTPUTS_DIFFER = "replayed, the logits differ"
 """Reason not to capture a model whose captured steps gave other results than its modules."""
 
 SURE = 3
@@ -42,7 +42,7 @@ The first run is eager, the second is captured, the third replays at another len
 
 
 @dataclass(frozen=True)
-class CaptureVerdict(Kept):
+class CaptureVerdict(CachedState):
     """Whether the captured steps of a model have computed what its modules compute.
 
     Attributes:
@@ -63,7 +63,7 @@ def check(model: Any, generation_config: Any, kwargs: dict[str, Any]) -> None:
     Raises:
         NotFused: They cannot; the message is the reason.
     """
-    known = kept_of(model, CaptureVerdict)
+    known = cached_state_of(model, CaptureVerdict)
     if known is not None and known.reason is not None and known.kinds == _kinds(model):
         raise NotFused(known.reason)
     check_arguments(model, generation_config, kwargs)
@@ -88,7 +88,7 @@ class _Setting:
     """
 
     def __init__(self, model: Any, cache: SharedCache, kwargs: dict[str, Any]) -> None:
-        self.room, self.runs = Room(cache), 0
+        self.full_view, self.runs = FullCapacityView(cache), 0
         self.tokens = torch.empty(cache.rows, dtype=torch.int64, device=cache.device)
         self.kwargs, before = dict(kwargs), cache.text[0].length
         positions = self.kwargs.pop("position_ids", None)
@@ -99,10 +99,10 @@ class _Setting:
             raise ValueError(f"a mask of {mask.shape[1]} tokens for a text of {before + 1}")
         if mask is not None:
             self.kwargs[name] = nn.functional.pad(
-                mask, (0, self.room.tokens - mask.shape[1]), value=1
+                mask, (0, self.full_view.tokens - mask.shape[1]), value=1
             )
         elif _prepares_as_all(model):
-            self.kwargs[name] = self.tokens.new_ones(cache.rows, self.room.tokens)
+            self.kwargs[name] = self.tokens.new_ones(cache.rows, self.full_view.tokens)
 
 
 class CapturedModules:
@@ -116,7 +116,7 @@ class CapturedModules:
         self.model, self.cache = model, cache
         self.refused: str | None = None
         self._kinds = _kinds(model)
-        self._proven = kept_of(model, CaptureVerdict) == CaptureVerdict(self._kinds)
+        self._proven = cached_state_of(model, CaptureVerdict) == CaptureVerdict(self._kinds)
         self._repeated = graph.CapturedFunction()
         self._setting: _Setting | None = None
 
@@ -151,13 +151,13 @@ class CapturedModules:
         """
         cache = self.cache
         for layer in cache.text:
-            layer.make_room()
+            layer.ensure_capacity()
         try:
-            if self._setting is None or not self._setting.room.holds(cache):
+            if self._setting is None or not self._setting.full_view.holds(cache):
                 self._setting = _Setting(self.model, cache, kwargs())
             setting = self._setting
             setting.tokens.copy_(ids[:, -1])
-            setting.room.start.fill_(cache.text[0].slots)
+            setting.full_view.start.fill_(cache.text[0].slots)
             setting.runs += 1
             with self._unchanged(setting):
                 return self._repeated(
@@ -188,7 +188,7 @@ class CapturedModules:
         if same is None:
             self._refuse(UNDECIDED, lasting=False)
         elif not same:
-            self._refuse(OTHERWISE)
+            self._refuse(OUTPUTS_DIFFER)
         elif self._setting is not None and self._setting.runs == SURE:
             state_of(self.model).keep(CaptureVerdict(self._kinds))
 
@@ -231,11 +231,11 @@ class CapturedModules:
             raise ValueError("it changes what its modules hold")
 
     def _run_modules(self, setting: _Setting) -> Tensor:
-        cache, model, room = self.cache, self.model, setting.room
+        cache, model, room = self.cache, self.model, setting.full_view
         attention = BeamAttention(
             cache.sentences, cache.beams, room.visible, seen=room.start + cache.beams
         )
-        with in_step(attention), cache.as_room(room):
+        with in_step(attention), cache.as_full_capacity(room):
             kwargs = setting.kwargs
             if setting.offset is not None:
                 kwargs = kwargs | {"position_ids": setting.offset + room.length}

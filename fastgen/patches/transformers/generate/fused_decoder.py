@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen import config
-from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.equivalence_check import recorded_verdict
 from fastgen.models.build.int8_step import step_to_run
 from fastgen.models.build.introspection import NotFused, is_toolkits
 from fastgen.models.build.step_builder import step_of
 from fastgen.models.cuda_graphs import graph
-from fastgen.models.cuda_graphs.graph_buffers import Reads
+from fastgen.models.cuda_graphs.graph_buffers import GraphInputs
 from fastgen.models.cuda_graphs.replay import Opened, Replay
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.native.multistep_job import Prepared, is_written, prepared
-from fastgen.models.runtime.ragged_step import Ragged, Span
-from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.native.multistep_job import Prepared, prepared, supports_steps
+from fastgen.models.runtime.ragged_step import RaggedStepInputs, Span
+from fastgen.models.runtime.step_inputs import CallStepInputs
 from fastgen.models.specs.registry import spec_of
 from fastgen.ops import native
 from fastgen.patches.transformers import compat
@@ -165,7 +165,7 @@ class FusedDecoder:
         self.step, self.cache, self.prefix = step, cache, cache.text[0].prefix
         self.longest = self.prefix + cache.longest
         self.ready = False
-        self.note_verdict(bool(outcome(step)))
+        self.note_verdict(bool(recorded_verdict(step)))
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         spec = spec_of(model.config)
         assert spec is not None  # as there is a step
@@ -195,7 +195,7 @@ class FusedDecoder:
         self.hidden: Tensor | None = None
         replayed = graph.wanted(cache.text[0].own[0]) and not self.seeing
         # Whether C runs the steps from token ids to logits.
-        self._written = not self.seeing and not replayed and is_written(step)
+        self._written = not self.seeing and not replayed and supports_steps(step)
         self.replay = Replay(step, cache.text, cache.longest) if replayed else None
 
     def note_verdict(self, ready: bool) -> None:
@@ -226,9 +226,9 @@ class FusedDecoder:
         return self.replay.open(ids[:, -1], self._reads)
 
     @property
-    def _reads(self) -> Reads:
+    def _reads(self) -> GraphInputs:
         cache = self.cache
-        return Reads(
+        return GraphInputs(
             cache.sentences,
             cache.text,
             cache.source,
@@ -238,13 +238,13 @@ class FusedDecoder:
             self.source_mask,
         )
 
-    def context(self) -> Context:
+    def context(self) -> CallStepInputs:
         """Return the inputs of the next step."""
         cache, ancestry, steps = self.cache, self.cache.ancestry, self.cache.text[0].steps
-        return Context(
+        return CallStepInputs(
             cache.sentences, self.prefix + steps + 1, self.prefix, self._position(steps),
             cache.text, cache.source, self._text_mask(steps), self.source_mask,
-            None if ancestry is None else ancestry.times,
+            None if ancestry is None else ancestry.slot_steps,
         )  # fmt: skip
 
     def _position(self, steps: int) -> int | Tensor:
@@ -275,10 +275,10 @@ class FusedDecoder:
             own = torch.zeros(1, 1, dtype=torch.float32, device=cache.device)
             if self.prefix_mask is not None:
                 mask = torch.nn.functional.pad(self.prefix_mask[:, 0], (0, text.steps + steps))
-        context = Context(
+        context = CallStepInputs(
             cache.sentences, self.prefix + text.steps + 1, self.prefix, self._position(text.steps),
             cache.text, cache.source, None, self.source_mask,
-            None if ancestry is None else ancestry.times,
+            None if ancestry is None else ancestry.slot_steps,
         )  # fmt: skip
         return prepared(step or self.step, context, mask, own, steps)
 
@@ -294,7 +294,7 @@ class FusedDecoder:
         """
         cache, step = self.cache, step or self.step
         text, source = step.layers
-        inputs = Ragged(
+        inputs = RaggedStepInputs(
             cache.sentences, spans, self.first, cache.text[:text], cache.source[:source],
             self.prefix_mask, self.source_mask,
         )  # fmt: skip

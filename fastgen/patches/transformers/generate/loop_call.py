@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from fastgen.decoding.batching.batch_compaction import Wanted
+from fastgen.decoding.batching.batch_compaction import CancellationCallback
 from fastgen.decoding.batching.stable_prefix import OnTokens, StablePrefix
 from fastgen.decoding.plan import Plan
 from fastgen.decoding.search.beam_search import Trace
@@ -39,7 +39,7 @@ class Call:
     model_kwargs: dict[str, Any]
     streamer: Any = None
     scored: bool = False
-    wanted: Wanted | None = None
+    wanted: CancellationCallback | None = None
     on_tokens: OnTokens | None = None
 
     @property

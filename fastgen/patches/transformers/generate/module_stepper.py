@@ -119,7 +119,7 @@ class ModuleStepper:
         self.keep_arguments(rows)
         self.keep_cache(sentences, rows)
 
-    def hand_back(self) -> None:
+    def restore_user_cache(self) -> None:
         """Leave a user-provided cache as the toolkit's loop would, once the loop is over.
 
         Nothing to do here: the steps wrote to it directly.

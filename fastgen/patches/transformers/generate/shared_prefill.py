@@ -7,7 +7,11 @@ from torch import Tensor
 from transformers.modeling_outputs import Seq2SeqLMOutput
 
 from fastgen.decoding.plan import Plan
-from fastgen.models.build.equivalence_check import first_outcome, first_verdict, tried
+from fastgen.models.build.equivalence_check import (
+    record_first_verdict,
+    recorded_first_verdict,
+    tried,
+)
 from fastgen.models.runtime import first_token
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.patches.transformers import compat
@@ -33,7 +37,7 @@ class SharedPrefill:
         self, model: Any, plan: Plan, generation_config: Any, step: DecoderStep | None
     ) -> None:
         self.model, self.plan, self.config, self.step = model, plan, generation_config, step
-        self.proven = None if step is None else first_outcome(step)
+        self.proven = None if step is None else recorded_first_verdict(step)
 
     def is_first_token(self, cache: SharedCache, prompt: int, kwargs: Mapping[str, Any]) -> bool:
         """Return whether the prompt is one token after a source and only its logits are needed.
@@ -87,7 +91,7 @@ class SharedPrefill:
             )
             logits = step(ids[:, 0], first_token.first_token(text, source, mask))
             return Seq2SeqLMOutput(
-                logits=cast(Any, logits[:, None]), **{CACHE: cast(Any, cache.as_seen)}
+                logits=cast(Any, logits[:, None]), **{CACHE: cast(Any, cache.model_cache)}
             )
         outputs: Any = compat.prefill(self.model, ids, self.config, kwargs)
         if self.proven is None:
@@ -97,5 +101,5 @@ class SharedPrefill:
                 for layer in (*cache.text, *cache.source)
                 for each in (layer.keys, layer.values)
             ]
-            first_verdict(step, attempt, [outputs.logits[:, -1], *own])
+            record_first_verdict(step, attempt, [outputs.logits[:, -1], *own])
         return outputs

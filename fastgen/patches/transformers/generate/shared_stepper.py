@@ -13,19 +13,19 @@ from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import (
     by_modules,
-    outcome,
+    record_verdict,
+    recorded_verdict,
     trial,
-    verdict,
 )
 from fastgen.models.build.int8_step import step_to_run
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.models.cuda_graphs.replay import Opened, Result, not_captured
 from fastgen.models.layers.attention import BeamAttention
-from fastgen.models.memory.scratch import memory_of
+from fastgen.models.memory.scratch import scratch_pool_of
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native.multistep_job import Prepared
-from fastgen.models.runtime.step_inputs import Context
+from fastgen.models.runtime.step_inputs import CallStepInputs
 from fastgen.models.state import state_of
 from fastgen.ops import native
 from fastgen.patches.generation_call import in_step
@@ -95,10 +95,10 @@ class SharedStepper(ModuleStepper):
         )
         stock = model_kwargs[CACHE]
         self.cache: SharedCache | None = SharedCache(
-            plan.sentences, plan.beams, longest, model.device, stock, memory_of(model),
+            plan.sentences, plan.beams, longest, model.device, stock, scratch_pool_of(model),
             input_ids.shape[1],
         )  # fmt: skip
-        model_kwargs[CACHE] = self.cache.as_seen
+        model_kwargs[CACHE] = self.cache.model_cache
         self.of_weights = step
         self.fused: FusedDecoder | None = None
         self.captured: CapturedModules | None = None
@@ -107,14 +107,14 @@ class SharedStepper(ModuleStepper):
         self._behind = 0  # replayed steps that `kwargs` do not count yet
         self.alone = plan.beams > 1 and has_own_attention(model)
         self._prefill = SharedPrefill(model, plan, generation_config, step)
-        if step is not None and self._prefill.proven is not None and outcome(step):
+        if step is not None and self._prefill.proven is not None and recorded_verdict(step):
             self.of_weights = self._prefill.step = step_to_run(step)
 
     @property
     def returned_cache(self) -> Any:
         return super().returned_cache if self.cache is None else self.cache.as_stock()
 
-    def hand_back(self) -> None:
+    def restore_user_cache(self) -> None:
         returned = self.config.return_dict_in_generate  # then `returned_cache` has filled it
         if self.cache is not None and compat.is_user_provided(self.cache.stock) and not returned:
             self.cache.as_stock()
@@ -129,7 +129,7 @@ class SharedStepper(ModuleStepper):
         """
         cache, step = self.cache, self.of_weights
         assert cache is not None
-        if not (step is not None and self._prefill.proven and outcome(step)):
+        if not (step is not None and self._prefill.proven and recorded_verdict(step)):
             return False
         kwargs: dict[str, Any] = self.kwargs
         if not self._prefill.is_first_token(cache, self.input_ids.shape[1], kwargs):
@@ -164,7 +164,7 @@ class SharedStepper(ModuleStepper):
             self.captured = CapturedModules(self.model, self.cache)
         return logits
 
-    def prove(self, logits: Tensor) -> None:
+    def check_equivalence(self, logits: Tensor) -> None:
         """After prefill, ensure that decode steps are fused.
 
         If the model has not passed the equivalence check yet, one step runs both ways with the most
@@ -307,7 +307,7 @@ class SharedStepper(ModuleStepper):
         assert self.fused is not None
         return self.fused.replay is not None and self.fused.replay.supported(rows)
 
-    def begin_step(self, ids: Tensor) -> list[Context]:
+    def begin_step(self, ids: Tensor) -> list[CallStepInputs]:
         """Open a step for the newest token of ids (R, L), to run jointly with other calls."""
         return [self._joined_with(ids).context()]
 
@@ -355,7 +355,7 @@ class SharedStepper(ModuleStepper):
         fused = self.fused
         attempt = trial(lambda: fused(ids), self.cache.text, fused.step.dtype)
         outputs = self._of_module(self.cache, ids, kwargs, first)
-        reason = verdict(fused.step, attempt, outputs.logits[:, -1])
+        reason = record_verdict(fused.step, attempt, outputs.logits[:, -1])
         fused.note_verdict(reason is None)
         if reason is not None and self.plan.fused:
             self._leave_fused(reason)
@@ -378,7 +378,7 @@ class SharedStepper(ModuleStepper):
                 own = self.model(**inputs, return_dict=True).logits[:, -1]
             cache.begin_step()
             attempt = trial(lambda: fused(ids)[::m], cache.text, fused.step.dtype)
-            reason = verdict(fused.step, attempt, own)
+            reason = record_verdict(fused.step, attempt, own)
             fused.note_verdict(reason is None)
             if reason is None:
                 return fused(ids)
@@ -431,7 +431,9 @@ class SharedStepper(ModuleStepper):
         ancestry = cache.ancestry
         if ancestry is None:
             return super()._forward(ids)
-        attention = BeamAttention(cache.sentences, cache.beams, ancestry.visible, ancestry.times)
+        attention = BeamAttention(
+            cache.sentences, cache.beams, ancestry.visible, ancestry.slot_steps
+        )
         with in_step(attention):
             outputs = super()._forward(ids)
         if first and attention.attended != cache.layers:

@@ -23,7 +23,7 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.bild import bild_call
 from fastgen.patches.transformers.generate import legacy_search
 from fastgen.patches.transformers.planning.row_removal import looks_at_rows
-from fastgen.patches.transformers.streaming.padding import Padding, ends_of
+from fastgen.patches.transformers.streaming.padding import Padding, eos_tokens_of
 from fastgen.patches.transformers.streaming.refill import what_wraps_generate
 from fastgen.patches.transformers.streaming.stream import generate_window
 
@@ -321,7 +321,7 @@ def _fill(config: Any) -> int:
     """Return the token after the end of a sequence, as the two decoding loops choose it."""
     if (config.num_beams or 1) == 1:
         return config.pad_token_id
-    ends = ends_of(config)
+    ends = eos_tokens_of(config)
     # As in transformers, a padding id of 0 counts as none.
     return config.pad_token_id or int(ends[0]) if len(ends) else -1
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fastgen.decoding.kv_cache import common_prefix
-from fastgen.decoding.kv_cache.common_prefix import begin_alike, is_on_the_left, padding_of
+from fastgen.decoding.kv_cache.common_prefix import have_common_prefix, is_on_the_left, padding_of
 from fastgen.decoding.plan import Plan
-from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.equivalence_check import recorded_verdict
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native.multistep_job import why_not_in_c
 from fastgen.ops import native
@@ -51,7 +51,7 @@ def common_tokens(
     ids = input_ids[::beams]
     mask, positions = (None if each is None else each[::beams] for each in (mask, positions))
     padding = padding_of(mask)
-    if not begin_alike(ids, padding) or (
+    if not have_common_prefix(ids, padding) or (
         padding is not None
         and mask is not None
         and (
@@ -88,7 +88,7 @@ def is_kept_apart(step: DecoderStep, rows: int, config: Any) -> bool:
     """
     return (
         step.embedding.tokens.device.type == "cpu"
-        and (bool(outcome(step)) or step.dtype == torch.float32)
+        and (bool(recorded_verdict(step)) or step.dtype == torch.float32)
         and not step.has_bias
         and not why_not_in_c(step)
         and rows <= native.most_rows(step.dtype)

@@ -27,7 +27,7 @@ from fastgen.patches.transformers.planning.sharing import (
     has_own_attention,
     longest_text,
     not_shared,
-    reason_not_to_redeem,
+    reason_not_to_resolve,
     reason_not_to_share,
     reason_of_family,
 )
@@ -241,7 +241,7 @@ def reason_not_to_capture(
         return None
     if has_own_attention(model):
         return MODULES_CANNOT
-    if (reason := reason_not_to_redeem(model, kwargs)) is not None:
+    if (reason := reason_not_to_resolve(model, kwargs)) is not None:
         return reason
     try:
         captured_module_step.check(model, config, kwargs)

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fastgen.models.build.equivalence_check import outcome
+from fastgen.models.build.equivalence_check import recorded_verdict
 from fastgen.models.build.introspection import NotFused
 from fastgen.models.layers.packed_weights import Packed
 from fastgen.models.routing import routes
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.state import Kept, kept_of, state_of
+from fastgen.models.state import CachedState, cached_state_of, state_of
 
 _REASON = "the first call of this model is short, and its weights are packed from the second on"
 """Why the decode steps of a call are not fused."""
@@ -25,7 +25,7 @@ _HEAVY = 64 << 20
 """Bytes to pack from which on it takes a noticeable time."""
 
 
-class Called(Kept):
+class FirstCallDone(CachedState):
     """Marks a model whose first call has ended."""
 
 
@@ -45,8 +45,8 @@ def packed(model: Any, step: DecoderStep, input_ids: Tensor, new_tokens: int) ->
         new_tokens < Packed.uses_to_pack
         and len(input_ids) <= _ROWS
         and input_ids.device.type == "cpu"
-        and kept_of(model, Called) is None
-        and outcome(step) is None
+        and cached_state_of(model, FirstCallDone) is None
+        and recorded_verdict(step) is None
         and routes.survey(model).missing_bytes >= _HEAVY
     ):
         raise NotFused(_REASON)
@@ -55,4 +55,4 @@ def packed(model: Any, step: DecoderStep, input_ids: Tensor, new_tokens: int) ->
 
 def note_call(model: Any) -> None:
     """Note that a model was called."""
-    state_of(model).of(Called)
+    state_of(model).of(FirstCallDone)

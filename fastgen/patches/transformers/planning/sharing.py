@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from fastgen.models.build.introspection import reads_rows
 from fastgen.models.routing.routes import touched_of
 from fastgen.models.specs.registry import spec_of
-from fastgen.models.state import Kept, kept_of
+from fastgen.models.state import CachedState, cached_state_of
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache import user_cache
@@ -26,7 +26,7 @@ from fastgen.patches.transformers.unlisted.families import (
 MODULES_CANNOT = "the model's own modules compute attention by themselves"
 
 
-class SharedCacheRefusal(Kept):
+class SharedCacheRefusal(CachedState):
     """Kept of a model whose first decode step did not take its keys from the shared cache."""
 
 
@@ -102,7 +102,7 @@ def reason_not_to_share(
         return None
     if attentions:
         return "output_attentions=True"
-    return reason_not_to_redeem(model, kwargs)
+    return reason_not_to_resolve(model, kwargs)
 
 
 def reason_of_family(
@@ -169,9 +169,9 @@ def held_before(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, An
     return 0 if length == input_ids.shape[1] else int(cache.get_seq_length())
 
 
-def reason_not_to_redeem(model: Any, kwargs: dict[str, Any]) -> str | None:
+def reason_not_to_resolve(model: Any, kwargs: dict[str, Any]) -> str | None:
     """Return why the model's modules cannot resolve placeholders, or None if they can."""
-    if kept_of(model, SharedCacheRefusal) is not None:
+    if cached_state_of(model, SharedCacheRefusal) is not None:
         return computes_alone(model)
     if has_own_attention(model):
         return None  # its modules never get placeholders

@@ -11,7 +11,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.streaming.padding import ends_of
+from fastgen.patches.transformers.streaming.padding import eos_tokens_of
 from fastgen.patches.transformers.streaming.request_options import (
     RequestOptions,
     batching_of,
@@ -184,7 +184,7 @@ def generated_tokens(
         options: Options of the call.
     """
     begin = 1 if options.encoder_decoder else len(prompt)
-    ends = set[int](cast(Any, ends_of(options.resolved)).tolist())
+    ends = set[int](cast(Any, eos_tokens_of(options.resolved)).tolist())
     texts: list[list[int]] = cast(Any, sequences[:, begin:]).tolist()
     for text in texts:
         end = next((place for place, token in enumerate(text) if token in ends), len(text))

@@ -10,7 +10,7 @@ from torch import Tensor
 from fastgen.patches.transformers.compat import INSTALLED
 
 
-def ends_of(config: Any) -> Tensor:
+def eos_tokens_of(config: Any) -> Tensor:
     """Return the end tokens (N,) int64 of a generation config."""
     ends = config.eos_token_id
     return torch.tensor([] if ends is None else ends, dtype=torch.int64, device="cpu").flatten()
@@ -39,7 +39,7 @@ class Padding:
             encoder_decoder: Whether sources are padded, on the right, instead of prompts.
             processors: Whether the call has logits processors of its own.
         """
-        ends, fill = ends_of(config), config.pad_token_id
+        ends, fill = eos_tokens_of(config), config.pad_token_id
         # A negative end token never ends a text, and is no token to pad with.
         fill = max(0, int(ends[0] if fill is None and len(ends) else fill or 0))
         same_length = bool(config.encoder_no_repeat_ngram_size)

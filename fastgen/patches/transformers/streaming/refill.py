@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.batching.continuous_batching import (
-    Cohort,
+    InFlightBatch,
     Occupancy,
     advance,
     reason_not_to_refill,
@@ -26,7 +26,7 @@ from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.models.routing.routes import routed
 from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
-from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room
+from fastgen.patches.engine.out_of_memory import NO_MEMORY, free_unused_memory
 from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
@@ -77,7 +77,7 @@ class Batch:
 
 
 @dataclass(eq=False)
-class _Running(Cohort):
+class _Running(InFlightBatch):
     batch: Batch = field(kw_only=True)
     begun: SuspendedDecode = field(kw_only=True)
 
@@ -147,7 +147,7 @@ class Refill:
             _logger.warning(
                 "not enough memory for batches side by side: %d sentences begin anew", count
             )
-            make_room()
+            free_unused_memory()
         while (batch := begun.pop(0) if begun else take(self.tokens)) is not None:
             done(batch, self._call(batch, self.refused or "batches run one after the other"))
 
@@ -203,7 +203,7 @@ class Refill:
             done(cohort.batch, cohort.begun.finish())
         self.refused = self.refused or replay.refused
 
-    def _room(self, running: Sequence[Cohort]) -> int:
+    def _room(self, running: Sequence[InFlightBatch]) -> int:
         """Return the maximum tokens of a batch that may start now; 0 if none may."""
         return 0 if self.refused is not None else self.occupancy.room(running, self.tokens)
 

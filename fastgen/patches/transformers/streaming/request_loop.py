@@ -16,16 +16,16 @@ from transformers.generation.continuous_batching import RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from fastgen.context import isolated
-from fastgen.decoding.batching.continuous_batching import Cohort
+from fastgen.decoding.batching.continuous_batching import InFlightBatch
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.patches.engine.out_of_memory import NO_MEMORY
 from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers.streaming.generate_batch import generated_tokens
-from fastgen.patches.transformers.streaming.padding import Padding, ends_of
+from fastgen.patches.transformers.streaming.padding import Padding, eos_tokens_of
 from fastgen.patches.transformers.streaming.refill import Batch, Refill, what_wraps_generate
 from fastgen.patches.transformers.streaming.request_options import RequestOptions
 
-COHORTS = 8
+MAX_IN_FLIGHT = 8
 """Maximum number of batches whose decode steps run together."""
 
 
@@ -52,7 +52,7 @@ class Submission:
     is_over: bool = False
 
     def __post_init__(self) -> None:
-        self.ends = frozenset[int](cast(Any, ends_of(self.options.resolved)).tolist())
+        self.ends = frozenset[int](cast(Any, eos_tokens_of(self.options.resolved)).tolist())
         self.padding = Padding.of(self.options.resolved, self.options.encoder_decoder)
         self.alike = (self.alike, self.padding.length_of(self.ids))
 
@@ -171,8 +171,8 @@ class RequestLoop(Refill):
             one.output.status, one.output.lifespan = RequestStatus.DECODING, (now, -1)
         return _Requests(list(range(len(members))), [one.ids for one in members], members=members)
 
-    def _room(self, running: Sequence[Cohort]) -> int:
-        if self.refused is not None or len(running) >= COHORTS:
+    def _room(self, running: Sequence[InFlightBatch]) -> int:
+        if self.refused is not None or len(running) >= MAX_IN_FLIGHT:
             return 0
         return max(0, self.tokens - sum(cohort.tokens for cohort in running))
 

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from fastgen.decoding.plan import Unsupported
 from fastgen.models.memory import scratch
 from fastgen.patches.engine import engine
-from fastgen.patches.engine.out_of_memory import NO_MEMORY, make_room, stop_packing
+from fastgen.patches.engine.out_of_memory import NO_MEMORY, free_unused_memory, stop_packing
 from fastgen.patches.generation_call import in_part
 from fastgen.patches.transformers.generate.first_tokens import of_sentences
 from fastgen.patches.transformers.generate.legacy_search import method_of
@@ -69,7 +69,7 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     fill = fill_of("sample" if method_of(prepared.config) else prepared.loop, prepared.config)
     del prepared
     suspend.refuse(model, NO_MEMORY)
-    make_room()
+    free_unused_memory()
     half = sentences // 2
     parts: list[Any] = []
     for at in (slice(0, half), slice(half, sentences)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.context import isolated
-from fastgen.decoding.batching.batch_compaction import Wanted
+from fastgen.decoding.batching.batch_compaction import CancellationCallback
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers import compat
@@ -18,7 +18,7 @@ from fastgen.patches.transformers.compat import CACHE_ARGUMENTS
 from fastgen.patches.transformers.generate import first_tokens
 from fastgen.patches.transformers.generate.outputs import Scored, scored_by_transformers
 from fastgen.patches.transformers.generate.resolve_setting import setting_of
-from fastgen.patches.transformers.streaming.padding import Padding, ends_of
+from fastgen.patches.transformers.streaming.padding import Padding, eos_tokens_of
 from fastgen.patches.transformers.streaming.refill import Batch, Refill, what_wraps_generate
 from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 
@@ -36,7 +36,7 @@ def generate_stream(
     max_tokens: int = MAX_TOKENS,
     window: int = WINDOW,
     scores: bool = False,
-    wanted: Wanted | None = None,
+    wanted: CancellationCallback | None = None,
     on_tokens: Callable[[int, list[int]], object] | None = None,
     **generate_kwargs: Any,
 ) -> Iterator[Any]:
@@ -120,7 +120,7 @@ class _Stream:
         max_tokens: int,
         window: int,
         scores: bool,
-        wanted: Wanted | None,
+        wanted: CancellationCallback | None,
         on_tokens: Callable[[int, list[int]], object] | None,
         kwargs: dict[str, Any],
     ) -> None:
@@ -160,7 +160,7 @@ class _Stream:
                 "say min_new_tokens"
             )
         self.padding = Padding.of(config, self.encoder_decoder, "logits_processor" in kwargs)
-        self.ends = ends_of(config)
+        self.ends = eos_tokens_of(config)
         self.copies = config.num_return_sequences or 1
         if on_tokens is not None and self.copies > 1:
             raise ValueError(

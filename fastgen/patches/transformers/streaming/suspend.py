@@ -60,7 +60,7 @@ class SuspendedDecode:
         output, model = self.output(), self.model
         left_off = *model.plan.left_off, *self.backend.left_off
         model.plan = replace(model.plan, left_off=left_off)
-        model.hand_back()
+        model.restore_user_cache()
         if isinstance(self.backend, DraftedGreedy) and self.backend.drafting.rounds:
             engine.note_drafting(self.backend.drafting.counts())
         note_served(self.name, model.model, model.report(), self.left_off)

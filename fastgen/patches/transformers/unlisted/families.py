@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgen import config
 from fastgen.models.build.equivalence_check import UNDECIDED
 from fastgen.models.specs.registry import spec_of
-from fastgen.models.state import Kept, kept_of, process_state
+from fastgen.models.state import CachedState, cached_state_of, process_state
 from fastgen.patches.transformers import compat
 
 DIFFERS = "its first steps over the shared cache differ from the model's own"
@@ -27,7 +27,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(eq=False)
-class FamilyVerdicts(Kept):
+class FamilyVerdicts(CachedState):
     """What was found out about families without a spec.
 
     Attributes:
@@ -40,7 +40,7 @@ class FamilyVerdicts(Kept):
 
 
 @dataclass(eq=False)
-class Undecided(Kept):
+class Undecided(CachedState):
     """Kept of a model whose logits could not be compared, as they were not finite."""
 
     keys: set[Key] = field(default_factory=set[Key])
@@ -112,7 +112,7 @@ def verdict(model: Any, key: Key | None) -> str | None:
     """Return the verdict on a key, "" if both ways agreed; None if it has not been checked."""
     if key is None:
         return NOT_COMPARABLE
-    undecided = kept_of(model, Undecided)
+    undecided = cached_state_of(model, Undecided)
     if undecided is not None and key in undecided.keys:
         return UNDECIDED
     found = process_state().of(FamilyVerdicts).verdicts.get(key)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastgen
-from fastgen.models.layers.linear import Own
+from fastgen.models.layers.linear import TorchLinear
 from fastgen.models.runtime import encoder as encoders
 from fastgen.models.runtime.encoder import pays
 from fastgen.ops import processor
@@ -392,16 +392,16 @@ def test_generate_encodes_no_padding(family: str, padding: str) -> None:
 
 def _rows_of_source(model: Any, call: dict[str, Any]) -> int:
     """Return the number of rows in the encoder's last product."""
-    counted, apply = list[int](), Own.apply
+    counted, apply = list[int](), TorchLinear.apply
     last = [module for module in model.get_encoder().modules() if isinstance(module, nn.Linear)][-1]
 
-    def noting(product: Own, x: Tensor, *others: Any) -> Tensor:
+    def noting(product: TorchLinear, x: Tensor, *others: Any) -> Tensor:
         if product.module is last:
             counted.append(x.shape[0])
         return apply(product, x, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Own, "apply", noting)
+        patch.setattr(TorchLinear, "apply", noting)
         model.generate(**call)
     return counted[0]
 

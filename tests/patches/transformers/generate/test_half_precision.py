@@ -9,7 +9,13 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import fastgen
 from fastgen.models.build import equivalence_check
-from fastgen.models.build.equivalence_check import OTHERWISE, TOLERANCE, Tried, by_modules, tried
+from fastgen.models.build.equivalence_check import (
+    OUTPUTS_DIFFER,
+    TOLERANCE,
+    TrialOutputs,
+    by_modules,
+    tried,
+)
 from fastgen.models.specs.registry import SPECS
 from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
@@ -110,7 +116,7 @@ def test_another_computation_is_found_out(
     monkeypatch.setitem(SPECS, "bart", zoo.misplaced("bart", 0))
     model = zoo.build("bart", dtype)
     for _ in range(2):
-        assert _left_off(model) == [by_modules(OTHERWISE)]
+        assert _left_off(model) == [by_modules(OUTPUTS_DIFFER)]
 
 
 def test_agreement() -> None:
@@ -147,9 +153,9 @@ def test_rounding_is_tried_where_it_counts(dtype: torch.dtype) -> None:
         return calls[-1:]
 
     state = torch.get_rng_state()
-    assert tried(make, dtype) == Tried(calls)
+    assert tried(make, dtype) == TrialOutputs(calls)
     assert len(calls) == 1
-    assert tried(make, torch.bfloat16) == Tried(calls[1:2], calls[2:])
+    assert tried(make, torch.bfloat16) == TrialOutputs(calls[1:2], calls[2:])
     assert torch.equal(torch.get_rng_state(), state)
 
 

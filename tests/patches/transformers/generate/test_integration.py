@@ -80,7 +80,7 @@ def _check_at_rest(*models: nn.Module) -> None:
         ] == []
     assert current.get() == GenerationCall()
     assert engine.current_plan() is None
-    assert not list(state.kept(routes.Route))
+    assert not list(state.iter_cached_states(routes.Route))
     assert not registry.running
 
 

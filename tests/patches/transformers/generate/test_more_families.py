@@ -14,7 +14,7 @@ from torch import nn
 from transformers.models.fsmt.modeling_fsmt import SinusoidalPositionalEmbedding
 
 import fastgen
-from fastgen.models.build.equivalence_check import OTHERWISE, by_modules
+from fastgen.models.build.equivalence_check import OUTPUTS_DIFFER, by_modules
 from fastgen.models.specs.registry import SPECS
 from fastgen.patches.transformers.generate.report import CallReport, last_call
 from fastgen.patches.transformers.planning.sharing import MODULES_CANNOT, not_shared
@@ -201,7 +201,7 @@ def test_a_model_that_computes_otherwise(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):  # detected first, then known
         call = _same(model, kwargs)
         assert not call.plan.shared
-        assert {by_modules(OTHERWISE), not_shared(MODULES_CANNOT)} <= set(call.plan.left_off)
+        assert {by_modules(OUTPUTS_DIFFER), not_shared(MODULES_CANNOT)} <= set(call.plan.left_off)
         assert call.kv_bytes == call.stock_kv_bytes
 
 

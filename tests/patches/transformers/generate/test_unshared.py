@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import fastgen
-from fastgen.models.state import kept, kept_of, state_of
+from fastgen.models.state import cached_state_of, iter_cached_states, state_of
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
 from fastgen.patches.transformers.planning import sharing
@@ -286,7 +286,7 @@ def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
 @pytest.fixture
 def forget_refused() -> Iterator[None]:
     yield
-    for model, _ in kept(sharing.SharedCacheRefusal):
+    for model, _ in iter_cached_states(sharing.SharedCacheRefusal):
         state_of(model).drop(sharing.SharedCacheRefusal)
 
 
@@ -313,7 +313,7 @@ def test_found_out_at_the_first_step(family: str, method: str, fields: str) -> N
     said, served, before = left_off().get(what, 0), hits(), fallbacks()
     assert assert_same(model, kwargs).error is None
     assert (left_off()[what], hits(), fallbacks()) == (said + 1, served + 1, before)
-    assert kept_of(model, sharing.SharedCacheRefusal) is not None
+    assert cached_state_of(model, sharing.SharedCacheRefusal) is not None
     assert what in fastgen.explain(model, **kwargs).notes
     _check_unshared(model, kwargs, sharing.computes_alone(model))
 
@@ -347,7 +347,7 @@ def test_found_out_when_sentences_have_left(family: str) -> None:
     kwargs["eos_token_id"] = sorted({int(token) for token in first[:3]} | set(range(4, 70, 2)))
     zoo.alone(model)
     assert assert_same(model, kwargs).error is None
-    assert kept_of(model, sharing.SharedCacheRefusal) is not None
+    assert cached_state_of(model, sharing.SharedCacheRefusal) is not None
     call = last_call()
     assert call is not None
     assert call.steps[0][0] < call.plan.rows

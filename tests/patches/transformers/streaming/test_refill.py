@@ -13,7 +13,7 @@ import fastgen
 from fastgen import config
 from fastgen.decoding.batching import continuous_batching
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.joint_step import Joint
+from fastgen.models.runtime.joint_step import JointStepInputs
 from fastgen.patches.engine.out_of_memory import NO_MEMORY
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from tests.support import zoo
@@ -102,13 +102,13 @@ def test_steps_of_several_that_cannot_be_captured(
     together: list[int], graphs: Graphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Running batches continue, and no further ones start beside others."""
-    position = Joint._position
+    position = JointStepInputs._position
 
-    def asking(self: Joint) -> Any:
+    def asking(self: JointStepInputs) -> Any:
         assert torch.ones(1).item()
         return position(self)
 
-    monkeypatch.setattr(Joint, "_position", asking)
+    monkeypatch.setattr(JointStepInputs, "_position", asking)
     model, sentences, before = zoo.build("bart"), _sentences(40), left_off()
     assert _streamed(model, sentences, OPTIONS["beams"]) == _alone(
         model, sentences, OPTIONS["beams"]
@@ -250,8 +250,8 @@ def _raising_in(stage: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -
     joined = [False]
 
     def stepped(self: Any, ids: torch.Tensor, context: Any) -> torch.Tensor:
-        joined[0] = joined[0] or isinstance(context, Joint)
-        if stage == "step" and isinstance(context, Joint):
+        joined[0] = joined[0] or isinstance(context, JointStepInputs)
+        if stage == "step" and isinstance(context, JointStepInputs):
             raise error
         return step(self, ids, context)
 
