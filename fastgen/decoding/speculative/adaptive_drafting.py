@@ -48,7 +48,7 @@ class _Costs:
         without_drafts: seconds per token without drafts, a moving average; None until measured.
         with_drafts: seconds per token with drafts, a moving average; None until measured.
         pays: whether drafts paid in the last trial and in all rounds since.
-        tried: rounds with drafts in the current trial, or since the last refresh of `without_drafts`.
+        tried: rounds with drafts in the current trial, or since `without_drafts` was set.
         rest: rounds without drafts before the next trial.
         next_rest: value of `rest` after the next failed trial.
         lost: seconds that the last trial cost beyond the large model alone.
@@ -191,7 +191,7 @@ class DraftTiming:
         return self._costs.setdefault(texts.bit_length(), _Costs())
 
 
-class Paces(CachedState):
+class DraftTimings(CachedState):
     """Costs of drafting for one large model, by small model, early-exit layer, and texts."""
 
     def __init__(self) -> None:
@@ -209,6 +209,6 @@ def timing_of(large: Any, small: Any, layers: int | None, texts: int) -> DraftTi
         layers: number of those layers, or None.
         texts: number of texts, rounded to a power of two.
     """
-    by_small = state_of(large).of(Paces).by_small
+    by_small = state_of(large).of(DraftTimings).by_small
     of_pair = by_small.setdefault(large if small is None else small, {})
     return of_pair.setdefault((layers, texts.bit_length()), DraftTiming())

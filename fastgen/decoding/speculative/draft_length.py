@@ -6,10 +6,11 @@ FORGET = 0.97
 """Weight of what was known after each new observation."""
 
 SHARE, CERTAINTY = 0.04, 100.0
-"""Expected cost of a token more, relative to a pass of no token, and how certain that is.
+"""Prior of the regression of a pass's cost on its length.
 
-The certainty counts as that of observed passes whose squared distances from their mean length add
-up to it.
+`SHARE` is the expected cost of one more token, relative to the fixed cost of a pass. `CERTAINTY` is
+the weight of that expectation: the sum of squared deviations of observed lengths that would weigh as
+much.
 """
 
 

@@ -103,10 +103,12 @@ class _History:
 
 @dataclass
 class Longest:
-    """The longest of several drafts; the first of them that is as long as may be is enough.
+    """Tries several sources of drafts, and takes the longest draft.
+
+    Stops at the first draft of the maximum length.
 
     Args:
-        drafts: Sources of drafts, those that cost least first.
+        drafts: Sources of drafts, cheapest first.
     """
 
     drafts: Sequence[Draft]

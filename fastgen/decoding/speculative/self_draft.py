@@ -47,9 +47,9 @@ class Roundable(Protocol):
 
 @dataclass
 class SelfDraft:
-    """Drafts of the model itself, which a greedy search over rounded weights writes.
+    """Self-drafting: greedy search with the model's int8 weights proposes the tokens.
 
-    Processors that are called as they are may remember their calls, so drafts do without them.
+    Logits processors without a translation may be stateful, so drafting skips them.
 
     Args:
         step: The decode step on rounded weights.

@@ -182,10 +182,10 @@ def _makers(step: DecoderStep) -> list[Any]:
 
 
 def _is_packed(products: list[Any], later: Sequence[Any] = ()) -> bool:
-    """Return whether all products have copies in int8, of which those that are missing are made.
+    """Make the missing int8 copies of all products, and return whether all have one.
 
-    A step of which a part is in int8 would be slow, and its output that of neither precision.
-    Hence none is made unless memory has room for all.
+    No copy is made unless all fit into memory: a step that mixes precisions is slow, and its output
+    matches neither.
 
     Args:
         products: The products, in int8.

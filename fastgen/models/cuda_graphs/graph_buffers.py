@@ -69,7 +69,7 @@ class Beams(Protocol):
 
 @dataclass
 class GraphInputs:
-    """Where the steps of a call currently read everything but the weights.
+    """The tensors, other than weights, that the decode steps of a call read.
 
     Attributes:
         sentences: B, with M beams each.

@@ -1,9 +1,9 @@
-"""Graphs over tensors of a call that later calls replay, on the same memory.
+"""CUDA graphs of token selection that later calls replay.
 
 Token selection reads and writes tensors that every call makes anew: scores, tables of tokens,
-n-grams of a source. A graph of it is valid for another call once that call's tensors lie in the
-memory of the call that captured it. They are moved there if both calls agree in everything else
-that the function depends on: shapes, dtypes, numbers, options.
+n-grams of a source. A graph records their addresses. A later call with the same fingerprint (shapes,
+dtypes, numbers and options of everything that the function depends on) moves its tensors to these
+addresses, and can then replay the graph.
 
 A graph belongs to the static buffers of the decode step whose logits it reads, and one call at a
 time uses it.

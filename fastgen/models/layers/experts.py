@@ -92,7 +92,7 @@ def is_plain(weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Routing:
-    """What a mixture of experts computes: what C needs to compute it from the weights.
+    """Parameters of a mixture of experts that the C implementation reads.
 
     Attributes:
         router: Weight of the router (E, C); its logits choose the experts of each row.

@@ -62,9 +62,10 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class UnpaddedBatch:
-    """The positions of a batch (B, S) that are run, one row each: all tokens, then padding.
+    """The R rows that an encoder computes, in place of the B * S positions of a padded batch.
 
-    Sentences are sorted by length.
+    All tokens come first, sorted by the length of their sentence, then the padding positions whose
+    output is needed.
 
     Attributes:
         shape: (B, S).

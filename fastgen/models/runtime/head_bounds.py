@@ -33,10 +33,10 @@ LEAST_SHARE = 0.05
 """Least share of a step's bytes that the copy saves."""
 
 WORTH = 2000
-"""Steps whose reading takes as long as making the copy of a head as large as all of a step, over
-the share of the time of a model's greedy calls that this may take.
+"""Greedy steps after which the int8 copy of a head pays, if the head held all bytes of a step.
 
-Copies and bounds are made at 0.5 GB/s, weights are read at 20 GB/s, and the share is 1/50.
+Copies and bounds are made at 0.5 GB/s and weights are read at 20 GB/s, so making a copy takes as
+long as 40 steps. It may take at most 1/50 of the time of a model's greedy calls: 40 * 50 steps.
 """
 
 

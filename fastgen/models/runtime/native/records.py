@@ -42,10 +42,10 @@ from fastgen.ops.native import step as c
 
 
 class _Held:
-    """The tensors whose addresses C has: parameters of layers, and others.
+    """The tensors whose addresses the C records hold: parameters of layers, and others.
 
-    Every step checks whether any of them was replaced, moved or modified. A Python loop over them
-    would take a good part of a small step, so the check has none.
+    Every step checks whether any of them was replaced, moved or modified. The check compares lists
+    that `map` makes, because a Python loop would take a large part of a small step.
     """
 
     def __init__(self, products: Sequence[Any], others: Sequence[Tensor]) -> None:
