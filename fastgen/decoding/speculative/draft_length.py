@@ -9,8 +9,7 @@ SHARE, CERTAINTY = 0.04, 100.0
 """Prior of the regression of a pass's cost on its length.
 
 `SHARE` is the expected cost of one more token, relative to the fixed cost of a pass. `CERTAINTY` is
-the weight of that expectation: the sum of squared deviations of observed lengths that would weigh as
-much.
+its weight: the sum of squared deviations of observed lengths that would weigh as much.
 """
 
 

@@ -1,9 +1,9 @@
 """CUDA graphs of token selection that later calls replay.
 
 Token selection reads and writes tensors that every call makes anew: scores, tables of tokens,
-n-grams of a source. A graph records their addresses. A later call with the same fingerprint (shapes,
-dtypes, numbers and options of everything that the function depends on) moves its tensors to these
-addresses, and can then replay the graph.
+n-grams of a source. A graph records their addresses. A later call with the same fingerprint
+(shapes, dtypes, numbers and options of everything that the function depends on) moves its tensors
+to these addresses, and can then replay the graph.
 
 A graph belongs to the static buffers of the decode step whose logits it reads, and one call at a
 time uses it.
