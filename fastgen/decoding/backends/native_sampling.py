@@ -29,7 +29,7 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
         transforms, warpers = native_draws.split(search.transforms)
         return (
             (native_draws.supported(warpers) if search.sample else not warpers)
-            and not (search.trace.wanted or search.trace.chosen is not None)
+            and not (search.trace.enabled or search.trace.chosen is not None)
             and search.wanted is None
             and search.on_step is None
             and search.on_tokens is None

@@ -40,4 +40,4 @@ def aligned(slots: int, most: int, like: Tensor) -> int:
     Only a buffer that has its maximum size `most` is rounded. One that may still grow has to keep
     the same number of slots as the buffers that grow with it.
     """
-    return -(-slots // ALIGNED) * ALIGNED if slots == most and graph.wanted(like) else slots
+    return -(-slots // ALIGNED) * ALIGNED if slots == most and graph.enabled(like) else slots

@@ -73,7 +73,7 @@ class Sampling:
     @property
     def eager_selection(self) -> str | None:
         """Why token selection cannot be captured as a CUDA graph; None if it can."""
-        if self.trace.wanted:
+        if self.trace.enabled:
             return "scores are returned"
         if self.trace.chosen is not None:
             return "scores are summed up"
@@ -155,7 +155,7 @@ class Sampling:
     def _select(self, logits: Tensor, text: Text) -> Tensor:
         kept = self.trace.logits is not None
         # A copy, because the model's next step may overwrite its logits.
-        if self.transforms or self.trace.wanted:
+        if self.transforms or self.trace.enabled:
             logits = logits.to(torch.float32, copy=True)
         if self.trace.logits is not None:
             self.trace.logits.append(logits)

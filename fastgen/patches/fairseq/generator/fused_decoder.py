@@ -56,7 +56,7 @@ class FusedDecoder:
         self.ready = False
         self.note_verdict(bool(recorded_verdict(self.step)))
         first = self.text[0]
-        self.replay = Replay(self.step, self.text, longest) if graph.wanted(first.keys) else None
+        self.replay = Replay(self.step, self.text, longest) if graph.enabled(first.keys) else None
         self._written = self.replay is None and supports_steps(self.step)  # C runs ids to logits
 
     def note_verdict(self, ready: bool) -> None:

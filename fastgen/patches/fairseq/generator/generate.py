@@ -174,7 +174,7 @@ def begin(
         length_penalty=generator.len_penalty,
         no_longer_than=lengths if generator.match_source_len else None,
         stop_at_longest=generator.search.stop_on_max_len,
-        captured=graph.wanted(source),
+        captured=graph.enabled(source),
     )
     first = _prefilled(search, stepper, prefix_tokens)
     step_output = (

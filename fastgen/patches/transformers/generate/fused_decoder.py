@@ -193,7 +193,7 @@ class FusedDecoder:
         self.first = self._first(counted if skips_padding else positions)
         self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is needed
         self.hidden: Tensor | None = None
-        replayed = graph.wanted(cache.text[0].own[0]) and not self.seeing
+        replayed = graph.enabled(cache.text[0].own[0]) and not self.seeing
         # Whether C runs the steps from token ids to logits.
         self._written = not self.seeing and not replayed and supports_steps(step)
         self.replay = Replay(step, cache.text, cache.longest) if replayed else None

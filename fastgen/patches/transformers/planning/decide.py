@@ -130,7 +130,7 @@ def decide(
         left_off.append(f"finished sentences stay in the batch: {reason}")
     graphs = (
         shared
-        and graph.wanted(input_ids)
+        and graph.enabled(input_ids)
         and new_tokens > (captured_module_step.WORTH if step is None else replay.WORTH)
     )
     if (
