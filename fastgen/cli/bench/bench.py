@@ -55,17 +55,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source-tokens", type=COUNT, default=32, metavar="N",
                         help="tokens of a random source (%(default)s)")  # fmt: skip
     parser.add_argument(
-        "--num-beams", type=COUNT, nargs="+", default=[1, 4], metavar="N", help="(1 4)"
+        "--num-beams",
+        type=COUNT,
+        nargs="+",
+        default=[1, 4],
+        metavar="N",
+        help="numbers of beams to measure (1 4)",
     )
     parser.add_argument(
-        "--batch-size", type=COUNT, nargs="+", default=[1, 8], metavar="N", help="(1 8)"
+        "--batch-size",
+        type=COUNT,
+        nargs="+",
+        default=[1, 8],
+        metavar="N",
+        help="sentences per batch to measure, each with each number of beams (1 8)",
     )
     parser.add_argument("--max-new-tokens", type=COUNT, default=32, metavar="N",
                         help="maximum length of an output; for random sources, its exact length"
                              " (%(default)s)")  # fmt: skip
     parser.add_argument("--dtype", default="float32",
                         choices=["float64", "float32", "bfloat16", "float16"],
-                        help="(%(default)s)")  # fmt: skip
+                        help="dtype of the weights (%(default)s)")  # fmt: skip
     parser.add_argument(
         "--precision",
         choices=get_args(Precision),

@@ -64,7 +64,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=Number(float, least=0, below=1),
         default=0.0,
         metavar="X",
-        help="(%(default)g)",
+        help="label smoothing of the loss (%(default)g)",
     )
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N", help="seed of dropout and order (%(default)s)"

@@ -60,7 +60,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="generation config to write, or a folder for generation_config.json",
     )
     parser.add_argument(
-        "--metric", choices=list(quality.METRICS), default="bleu", help="(%(default)s)"
+        "--metric",
+        choices=list(quality.METRICS),
+        default="bleu",
+        help="metric of an output's quality (%(default)s)",
     )
     parser.add_argument("--max-loss", type=Number(float, least=0), default=0.0, metavar="X",
                         help="maximum loss, in points of the metric (%(default)g)")  # fmt: skip
@@ -74,8 +77,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rollback", type=POSITIVE, nargs="*", default=list(ROLLBACKS),
                         metavar="X", help="thresholds to try, besides lossless")  # fmt: skip
-    parser.add_argument("--max-draft", type=COUNT, default=10, metavar="N", help="(%(default)s)")
-    parser.add_argument("--batch-size", type=COUNT, default=1, metavar="N", help="(%(default)s)")
+    parser.add_argument("--max-draft", type=COUNT, default=10, metavar="N",
+                        help="maximum number of tokens per draft (%(default)s)")  # fmt: skip
+    parser.add_argument("--batch-size", type=COUNT, default=1, metavar="N",
+                        help="sentences per batch (%(default)s)")  # fmt: skip
     parser.add_argument("--lines", type=COUNT, default=200, metavar="N",
                         help="number of lines to use, from the first (%(default)s)")  # fmt: skip
     parser.add_argument("--rounds", type=COUNT, default=3, metavar="N",

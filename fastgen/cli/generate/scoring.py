@@ -36,7 +36,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="column with the references: its name, or its number from 1",
     )
-    add("--metric", nargs="+", choices=list(METRICS), help="(bleu)")
+    add(
+        "--metric",
+        nargs="+",
+        choices=list(METRICS),
+        help="metrics that compare the outputs with the references (bleu)",
+    )
     add("--score-path", type=Path, metavar="FILE", help="also write the metrics as JSON")
 
 

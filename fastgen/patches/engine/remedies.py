@@ -18,7 +18,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"prompt lookup",
-        "fastgen runs greedy prompt lookup on a CPU in float32 or bfloat16 (docs/bild.md)",
+        "fastgen runs greedy prompt lookup on a CPU in float32, bfloat16 or float16 (docs/bild.md)",
     ),
     (
         r"assisted (decoding|generation)",
