@@ -58,7 +58,7 @@ class CallState:
         self._tensors: dict[int, int] = {}  # number of each tensor, by id
         self._open: list[object] = []  # objects that are being described
         self.fingerprint: object = tuple(
-            self._facts(getattr(part, name), (part, name))
+            self._fingerprint(getattr(part, name), (part, name))
             for part, names in parts
             for name in names
         )
@@ -77,36 +77,37 @@ class CallState:
         if part is None or kind in (bool, int, float, str, torch.dtype, torch.device):
             return part
         if isinstance(part, Tensor):
-            return self._facts_of_tensor(part, holder)
+            return self._fingerprint_of_tensor(part, holder)
         if any(part is each for each in self._open):
             raise NotKept(f"{kind.__name__} holds itself")
         self._open.append(part)
         try:
-            return kind, self._facts_of_object(part)
+            return kind, self._fingerprint_of_object(part)
         finally:
             self._open.pop()
 
     def _fingerprint_of_object(self, part: Any) -> object:
         kind: Any = type(part)
         if issubclass(kind, list) and not getattr(part, "__dict__", None):
-            return tuple(self._facts(each, (part, place)) for place, each in enumerate(part))
+            return tuple(self._fingerprint(each, (part, place)) for place, each in enumerate(part))
         if isinstance(part, tuple):
-            return tuple(self._facts(each, None) for each in part)
+            return tuple(self._fingerprint(each, None) for each in part)
         if isinstance(part, Mapping):
             return tuple(
-                (self._facts(key, None), self._facts(each, None)) for key, each in part.items()
+                (self._fingerprint(key, None), self._fingerprint(each, None))
+                for key, each in part.items()
             )
         if kind is FunctionType and part.__closure__ is None:
             return part
         if kind is MethodType:
-            return part.__func__, self._facts(part.__self__, None)
+            return part.__func__, self._fingerprint(part.__self__, None)
         known = kind.__module__.startswith(("fastgen.", "transformers.", "fairseq."))
         if not known or not _is_described_by_attributes(kind):
             raise NotKept(kind.__name__)
         unread = getattr(part, "unread", ())
         own = kind.__module__.startswith("fastgen.")
         return tuple(
-            (name, self._facts(each, (part, name) if own else None))
+            (name, self._fingerprint(each, (part, name) if own else None))
             for name, each in vars(part).items()
             if name not in unread
         )

@@ -73,10 +73,8 @@ def _interactive(cfg: Any, pair: Pair) -> list[str]:
         for batch in batches:
             began_batch = time.time()
             nbest_lists = _translate(run, generator, batch)
-            plain_hypotheses = [
-                plain_hypotheses(hypotheses[: formatter.nbest]) for hypotheses in nbest_lists
-            ]
-            yield _Translated(batch, plain_hypotheses, time.time() - began_batch)
+            found = [plain_hypotheses(nbest[: formatter.nbest]) for nbest in nbest_lists]
+            yield _Translated(batch, found, time.time() - began_batch)
 
     with (
         pair.drafting(generator) as drafting,
