@@ -81,7 +81,7 @@ CHAINS = [
 @pytest.mark.parametrize("room", [0, 4])
 @pytest.mark.parametrize("chain", CHAINS, ids="+".join)
 def test_the_sparse_form_equals_the_dense_one(chain: list[str], room: int) -> None:
-    rows, text = 4, _text(4, capacity_buffers=room)
+    rows, text = 4, _text(4, room=room)
     transforms = [copy.deepcopy(TRANSFORMS[name]) for name in chain]
     dense = apply_transforms(_log_probs(rows), text, transforms)
     updates = sparse_updates(transforms, text, V)

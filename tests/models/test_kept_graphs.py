@@ -325,6 +325,6 @@ def test_a_call_that_leaves_captures_in_a_pool_of_its_own() -> None:
     part = _Part(1.0, torch.zeros(3))
     reads = lambda: [(part, ("tensor",))]  # noqa: E731
     assert function.run(lambda: 1, device, kept, reads) == 1
-    assert function._lent is kept.lent
+    assert function._borrowed_pool is kept.borrowed_pool
     function.leave()
-    assert function._lent is not kept.lent
+    assert function._borrowed_pool is not kept.borrowed_pool

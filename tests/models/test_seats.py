@@ -268,7 +268,7 @@ def test_what_is_kept_is_bounded(graphs: Graphs, monkeypatch: pytest.MonkeyPatch
         _steps_captured(graphs, model, _kwargs(model, sentences=sentences))
         assert sum(seat.nbytes for seat in of_model.free) <= 3 * size
     # The others were used longer ago.
-    assert [list(seat.grounds) for seat in of_model.free] == [[4, 3, 2, 1]]
+    assert [list(seat.by_sentences) for seat in of_model.free] == [[4, 3, 2, 1]]
     monkeypatch.setattr(graph_buffers, "KEPT", size - kept - 1)
     assert [_steps_captured(graphs, model, _kwargs(model)) for _ in range(2)] == [1, 1]
 

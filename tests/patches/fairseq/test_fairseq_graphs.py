@@ -158,7 +158,7 @@ def test_sentences_that_leave(beams: int, graphs: Graphs, monkeypatch: pytest.Mo
     left, keep = list[int](), FirstFinished.keep
 
     def noted(search: Any, model: Any, staying: list[int]) -> Tensor:
-        left.append(search.present - len(staying))
+        left.append(search.batch_size - len(staying))
         return keep(search, model, staying)
 
     monkeypatch.setattr(FirstFinished, "keep", noted)

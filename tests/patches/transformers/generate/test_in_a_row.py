@@ -78,7 +78,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         own = kind.advance
 
         def advance(self: Any, model: Any, logits: Tensor, own: Any = own) -> bool:
-            made.append(self.present)
+            made.append(self.batch_size)
             return own(self, model, logits)
 
         monkeypatch.setattr(kind, "advance", advance)

@@ -53,7 +53,7 @@ def _at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], obj
     sentences, advance = list[int](), continuous_batching.advance
 
     def acting(running: Any, replay: Any) -> Any:
-        sentences.append(sum(cohort.search.present for cohort in running))
+        sentences.append(sum(cohort.search.batch_size for cohort in running))
         if len(sentences) == number:
             act()
         return advance(running, replay)
