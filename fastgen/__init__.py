@@ -7,6 +7,7 @@ they are imported. It imports neither of them, nor torch. ``FASTGEN=0`` turns pa
     explain(model, **)  What `model.generate(**)` would run, and the size of its KV cache.
     bild(small, **)     fairseq: big-little decoding; a small model drafts, the large one verifies.
     generate_stream(model, inputs, **)  Many inputs, batched by length; results in input order.
+    prefix_cache(bytes=)  Within it, prompts reuse the keys and values of earlier ones.
     score(model, texts, **)  Log-probabilities of existing texts, token by token.
     disable(), enable() Remove the patches, or apply them again.
     disabled()          Context manager within which the toolkit's own code runs.
@@ -34,6 +35,7 @@ __all__ = [
     "enable",
     "explain",
     "generate_stream",
+    "prefix_cache",
     "release",
     "score",
     "status",
@@ -112,6 +114,31 @@ def bild(
     }
     options = {name: value for name, value in values.items() if value is not None}
     return bild_of_fairseq(small, early_exit, options)
+
+
+def prefix_cache(*, bytes: int = 2**30) -> AbstractContextManager[Any]:  # noqa: A002
+    """Return a context in which prompts reuse keys and values of the first tokens of earlier ones.
+
+    A chat that sends its history again runs only what is new, and a system prompt runs once. This
+    holds for decoder-only models of transformers whose decode steps fastgen reads from the weights.
+    All texts of a batch have to begin alike. The cache is emptied when a model's weights change.
+    ``FASTGEN_PREFIX_CACHE=1GiB`` does the same for a whole process, and for all of its threads.
+
+    Args:
+        bytes: Maximum size of the kept keys and values, of all models together. Those used least
+            recently are dropped.
+
+    Returns:
+        A context manager. It yields an object whose ``hits`` counts the calls that have used the
+        cache, and ``tokens`` the tokens of a prompt that did not run again.
+
+    Raises:
+        TypeError: `bytes` is not an integer.
+        ValueError: `bytes` is negative.
+    """
+    from fastgen.patches.transformers.planning.cached_prompt import prefix_caching
+
+    return prefix_caching(bytes)
 
 
 def generate_stream(model: Any, inputs: Iterable[Any], **options: Any) -> Iterator[Any]:

@@ -146,6 +146,14 @@ VARIABLES = (
         "out, with the same output; auto: where steps read it from memory",
     ),
     Variable(
+        "FASTGEN_PREFIX_CACHE",
+        "0",
+        (),
+        "the most memory that keys and values of recent prompts take, which later prompts with the "
+        "same first tokens reuse; 0: none are kept",
+        "a size like 2GiB or 500MB, 0",
+    ),
+    Variable(
         "FASTGEN_REPORT",
         "0",
         ("0", "1"),
@@ -184,6 +192,7 @@ class Settings:
     precision: Precision
     self_draft: SelfDraft
     int8_head: Int8Head
+    prefix_cache: int
     report: bool
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
@@ -245,6 +254,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         precision=cast(Precision, value["FASTGEN_PRECISION"]),
         self_draft=cast(SelfDraft, value["FASTGEN_SELF_DRAFT"]),
         int8_head=cast(Int8Head, value["FASTGEN_INT8_HEAD"]),
+        prefix_cache=_size("FASTGEN_PREFIX_CACHE", value["FASTGEN_PREFIX_CACHE"], auto=False) or 0,
         report=value["FASTGEN_REPORT"] == "1",
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=_folder("FASTGEN_CACHE_DIR", folder)
@@ -272,17 +282,21 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def _size(name: str, text: str) -> int | None:
-    """Parse a size into bytes, rounded down; None for ``auto``."""
-    if text == "auto":
+def _size(name: str, text: str, auto: bool = True) -> int | None:
+    """Parse a size into bytes, rounded down; None for ``auto``, where it is allowed."""
+    if auto and text == "auto":
         return None
     number, unit = cast(re.Match[str], re.match(r"([0-9]*\.?[0-9]*) *(.*)", text)).groups()
     if number.strip(".") and unit.lower() in _UNITS:
         return int(float(number) * _UNITS[unit.lower()])
-    problem = (
-        "the value must be a number of bytes, a size like 2GiB or 500MB, 0 to keep nothing, or auto"
+    problem = "the value must be a number of bytes, a size like 2GiB or 500MB, 0 to keep nothing"
+    default = "auto" if auto else "0"
+    raise VariableError(
+        name,
+        text,
+        f"{problem}, or auto" if auto else problem,
+        f"unset it for the default, {default}",
     )
-    raise VariableError(name, text, problem, "unset it for the default, auto")
 
 
 def _user_cache(environ: Mapping[str, str]) -> Path:

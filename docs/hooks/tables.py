@@ -154,6 +154,14 @@ API = (
         "`score` gives log-probabilities and perplexity ([guide](supported.md#scoring)).",
         ("score", "patches.transformers.introspection.score.TextScore"),
     ),
+    (
+        "Prefix cache",
+        (
+            "Within `prefix_cache`, prompts reuse keys and values of earlier ones "
+            "([details](kv-cache.md#prompts-that-continue-earlier-ones))."
+        ),
+        ("prefix_cache",),
+    ),
     ("Memory", "`release` frees the memory that is kept between calls.", ("release",)),
     (
         "Big-little decoding",

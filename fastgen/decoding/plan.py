@@ -40,6 +40,8 @@ class Plan:
         int8: Whether decode steps run on weights rounded to int8, which changes the output.
         common: First tokens that the prompts of all sentences have in common, which run once; 0 if
             every prompt runs whole.
+        cached: First tokens of all prompts whose keys and values come from the prefix cache.
+        keeps_prefix: Whether the prefix cache keeps the call's first tokens, or its whole text.
         apart: Whether decode steps read one copy of the keys and values of these tokens, which
             otherwise every sentence has.
         family: What the verdict on a family without a spec depends on; None for other families, and
@@ -57,6 +59,8 @@ class Plan:
     not_in_c: str = ""
     int8: bool = False
     common: int = 0
+    cached: int = 0
+    keeps_prefix: bool = False
     apart: bool = False
     family: tuple[object, ...] | None = field(default=None, repr=False, compare=False)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastgen.patches.transformers.bild.bild import DraftingRequest
     from fastgen.patches.transformers.encoders.encoder import EncoderConsumer
     from fastgen.patches.transformers.loops.upcoming_calls import UpcomingCalls
+    from fastgen.patches.transformers.planning.cached_prompt import PrefixCacheUse
     from fastgen.patches.transformers.streaming.suspend import Request
 
 
@@ -43,6 +44,8 @@ class GenerationCall:
         step: Attention of the decode step that runs; None outside of one.
         encoder_consumer: Which positions of an encoder's output are read; None if unknown.
         upcoming: The calls of the loop over batches that runs; None outside of one.
+        prefix_cache: Use of the prefix cache by all models in this context; None for the setting
+            of the process.
     """
 
     model: Any = None
@@ -60,6 +63,7 @@ class GenerationCall:
     step: Any = None
     encoder_consumer: "EncoderConsumer | None" = None
     upcoming: "UpcomingCalls | None" = None
+    prefix_cache: "PrefixCacheUse | None" = None
 
     def from_sentence(self, first: int) -> "GenerationCall":
         """Return the same requests for a part of the batch.
@@ -88,7 +92,7 @@ current: ContextVar[GenerationCall] = ContextVar(f"{PREFIX}generation_call", def
 def call_of(model: Any) -> GenerationCall:
     """Return the running call if it is this model's, else one without requests."""
     call = current.get()
-    return call if call.model is model else GenerationCall(model)
+    return call if call.model is model else GenerationCall(model, prefix_cache=call.prefix_cache)
 
 
 def requesting(model: Any, **changes: Any) -> assigned[GenerationCall]:

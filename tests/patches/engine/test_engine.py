@@ -360,7 +360,7 @@ def test_a_patch_that_mends_stays_where_the_toolkits_own_code_runs(sandbox: Sand
         from fastgen.patches.engine.engine import Patch, Toolkit
         TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5")
         PATCHES = (
-            Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", mends=True),
+            Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", is_bugfix=True),
             Patch("toolkit.greet", TOOLKIT, "toolkit.gen:greet", "ours:greet", ("name",), "a test"),
         )
         """,  # noqa: E501

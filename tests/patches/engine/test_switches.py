@@ -39,6 +39,7 @@ def test_defaults() -> None:
         precision="model",
         self_draft="auto",
         int8_head="auto",
+        prefix_cache=0,
         report=False,
         fairseq_allow=(),
         cache_dir=settings.cache_dir,
@@ -69,6 +70,7 @@ def test_values() -> None:
             "FASTGEN_PRECISION": "int8",
             "FASTGEN_SELF_DRAFT": "on",
             "FASTGEN_INT8_HEAD": "off",
+            "FASTGEN_PREFIX_CACHE": "1MiB",
             "FASTGEN_REPORT": "1",
             "FASTGEN_FAIRSEQ_ALLOW": "a.B,c.D",
             "FASTGEN_CACHE_DIR": "some/where",
@@ -90,6 +92,7 @@ def test_values() -> None:
         "int8",
         "on",
         "off",
+        2**20,
         True,
         ("a.B", "c.D"),
         cache_dir,
@@ -127,6 +130,12 @@ def test_memory_is_a_size(text: str, size: int | None) -> None:
 def test_memory_that_is_no_size(text: str) -> None:
     with pytest.raises(VariableError, match=f"FASTGEN_MEMORY.*{re.escape(text)}.*2GiB"):
         config.read({"FASTGEN_MEMORY": text})
+
+
+def test_the_size_of_the_prefix_cache() -> None:
+    assert config.read({"FASTGEN_PREFIX_CACHE": "64MiB"}).prefix_cache == 2**26
+    with pytest.raises(VariableError, match=r"FASTGEN_PREFIX_CACHE=auto: .*unset it .*, 0"):
+        config.read({"FASTGEN_PREFIX_CACHE": "auto"})
 
 
 def test_the_environment_is_read_once_and_again_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,7 +275,7 @@ MENDS = """
     from fastgen.patches.engine.engine import Patch, Toolkit
     TOOLKIT = Toolkit("toolkit", "toolkit", ">=1", "1.5", canary="canary:parts")
     PATCHES = (
-        Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", mends=True),
+        Patch("toolkit.add", TOOLKIT, "toolkit.gen:Model.add", "ours:add", ("a", "b"), "a test", is_bugfix=True),
         Patch("toolkit.greet", TOOLKIT, "toolkit.gen:greet", "ours:greet", ("name",), "a test", covers="greetings"),
     )
 """  # noqa: E501

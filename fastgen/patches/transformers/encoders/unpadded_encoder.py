@@ -3,6 +3,7 @@
 Cross-attention masks the padding positions, so their outputs are not needed.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from fastgen.models.specs.model_spec import Stack
 from fastgen.models.specs.registry import ENCODERS
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import call_of
+from fastgen.patches.transformers.encoders import cached_source
 from fastgen.patches.transformers.encoders.encoder import (
     LITTLE,
     Slower,
@@ -94,7 +96,8 @@ class _Source:
                 (),
                 {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT},
             )
-            hidden = _encode(self.encoder, self.spec, ids, visible if padded else None)
+            run = functools.partial(_encode, self.encoder, self.spec)
+            hidden = cached_source.encode(self.encoder, ids, visible if padded else None, run)
         except (NotFused, Slower) as reason:
             if padded:
                 engine.note_skipped(NAME, f"padding is encoded: {reason}")

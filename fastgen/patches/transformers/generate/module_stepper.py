@@ -125,6 +125,13 @@ class ModuleStepper:
         Nothing to do here: the steps wrote to it directly.
         """
 
+    def keep_text(self, sequences: Tensor) -> None:
+        """Store a finished text for later calls, where the stepper has a way to do so.
+
+        Args:
+            sequences: (R, L) int64, the result of the search.
+        """
+
     def report(self) -> CallReport:
         """Return the report of the call; to be called after its end."""
         times = [began for _, began in self._began] + [time.perf_counter()]

@@ -123,6 +123,7 @@ def _sample(call: Call, model: ModuleStepper) -> Decoding:
 
 
 def _of_samples(call: Call, model: ModuleStepper, sampling: Sampling) -> Any:
+    model.keep_text(sampling.outcome)
     if call.streamer is not None:
         call.streamer.end()
     if sampling.trace.chosen is not None:

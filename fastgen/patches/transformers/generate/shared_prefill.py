@@ -1,6 +1,6 @@
 """Prefill of a transformers model into the shared cache, at one row per sentence."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.fused_decoder import source_mask
-from fastgen.patches.transformers.planning import common_prompt
+from fastgen.patches.transformers.planning import cached_prompt, common_prompt
 
 
 class SharedPrefill:
@@ -31,6 +31,8 @@ class SharedPrefill:
 
     Attributes:
         proven: Outcome of the equivalence check of fused prefill; None if it has not run.
+        weights: Fingerprint of the model's weights, if the prefix cache keeps this call's prompt;
+            else None.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class SharedPrefill:
     ) -> None:
         self.model, self.plan, self.config, self.step = model, plan, generation_config, step
         self.proven = None if step is None else recorded_first_verdict(step)
+        self.weights = cached_prompt.weights_of(model) if plan.keeps_prefix else None
 
     def is_first_token(self, cache: SharedCache, prompt: int, kwargs: Mapping[str, Any]) -> bool:
         """Return whether the prompt is one token after a source and only its logits are needed.
@@ -79,7 +82,7 @@ class SharedPrefill:
             kwargs: Arguments of the forward, at B rows.
         """
         if self.plan.common:
-            return common_prompt.prefill(self.model, ids, kwargs, self.plan, cache)
+            return self._common_first(cache, ids, kwargs)
         step = self.step
         if step is None or not self.is_first_token(cache, ids.shape[1], kwargs):
             return compat.prefill(self.model, ids, self.config, kwargs)
@@ -103,3 +106,22 @@ class SharedPrefill:
             ]
             record_first_verdict(step, attempt, [outputs.logits[:, -1], *own])
         return outputs
+
+    def _common_first(self, cache: SharedCache, ids: Tensor, kwargs: dict[str, Any]) -> Any:
+        """Run tokens that all prompts begin with once, unless the prefix cache has them."""
+        common, tokens = self.plan.common, ids[0, : self.plan.common]
+        known, count = cached_prompt.load(self.model, tokens) if self.plan.cached else ((), 0)
+        outputs, once = common_prompt.prefill(self.model, ids, kwargs, self.plan, cache, known)
+        if self.plan.sentences > 1 and count < common:
+            self.keep(tokens, [(layer.keys, layer.values) for layer in cast(Any, once).layers])
+        return outputs
+
+    def keep(self, tokens: Tensor, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Store the keys and values of a text in the prefix cache, if it is on.
+
+        Args:
+            tokens: (N,) int64.
+            layers: Keys and values (1, Hkv, N or more, D) of each layer.
+        """
+        if self.weights is not None:
+            cached_prompt.keep(self.model, self.weights, tokens, layers)

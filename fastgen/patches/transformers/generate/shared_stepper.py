@@ -119,6 +119,17 @@ class SharedStepper(ModuleStepper):
         if self.cache is not None and compat.is_user_provided(self.cache.stock) and not returned:
             self.cache.as_stock()
 
+    def keep_text(self, sequences: Tensor) -> None:
+        """Store the keys and values of a single text in the prefix cache, if it is on."""
+        if self.plan.rows == 1 and not self.plan.int8:
+            self._keep_prefix(sequences[0, :-1])  # the last token has not run through the model
+
+    def _keep_prefix(self, tokens: Tensor) -> None:
+        """Store the keys and values of the only sentence's first tokens (N,), as many as exist."""
+        if self._prefill.weights is not None and self.cache is not None:
+            layers = [(layer.keys, layer.values) for layer in self.cache.text]
+            self._prefill.keep(tokens[: self.cache.text[0].length], layers)
+
     def begin(self) -> bool:
         """Skip prefill: compute cross-attention KV, and reserve room for the prompt's only token.
 
@@ -149,6 +160,8 @@ class SharedStepper(ModuleStepper):
             )
         first = {name: _every(m, value) for name, value in self.kwargs.items()}
         outputs = self._prefill(self.cache, ids, first)
+        if self.plan.sentences == 1 and m > 1:
+            self._keep_prefix(ids[0])
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
         if self.cache.has_gaps:

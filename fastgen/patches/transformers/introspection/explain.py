@@ -113,7 +113,9 @@ class Explanation:
                 ", shared by its rows" if plan.beams > 1 else ""
             )
             lines.append(("cache", shared if plan.shared else "transformers' own, if any"))
-            if plan.common:
+            if plan.cached:
+                lines.append(("prompt", f"the first {plan.cached} tokens are in the prefix cache"))
+            if plan.common > plan.cached:
                 once = "run and are kept once" if plan.apart else "run once"
                 lines.append(("prompt", f"the first {plan.common} tokens, alike in all, {once}"))
             steps = "from the weights" if plan.fused else "through the model's own modules"

@@ -4,14 +4,17 @@ The model's own modules run the common tokens at one row. Then they run what fol
 over a cache that holds the keys and values of the common tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from fastgen.decoding.kv_cache import common_prefix
 from fastgen.decoding.kv_cache.common_prefix import have_common_prefix, is_on_the_left, padding_of
+from fastgen.decoding.kv_cache.prefix_cache import KeysValues
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import recorded_verdict
 from fastgen.models.runtime.decode_step import DecoderStep
@@ -21,7 +24,8 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
 
-_MASK, _POSITIONS = _BY_TOKEN = ("attention_mask", "position_ids")
+_MASK, _POSITIONS = BY_TOKEN = ("attention_mask", "position_ids")
+"""Arguments of the forward that have a column for each token."""
 
 
 def common_tokens(
@@ -34,12 +38,30 @@ def common_tokens(
         kwargs: Arguments of the model's forward, at B * M rows.
         beams: M.
     """
-    mask, positions = (kwargs.get(name) for name in _BY_TOKEN)
-    cache, (rows, length) = kwargs.get(CACHE), input_ids.shape
-    if rows == beams or length <= common_prefix.LEAST:
+    rows, length = input_ids.shape
+    if rows == beams:
         return 0
+    common = alike_tokens(model, input_ids, config, kwargs, beams)
+    width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 0)
+    return common if common_prefix.pays(rows // beams, length, common, width) else 0
+
+
+def alike_tokens(
+    model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int
+) -> int:
+    """Return how many first tokens all prompts have in common, where they can run first.
+
+    The arguments are as in `common_tokens`.
+
+    Returns:
+        At most P - 1, as the last token's logits are needed; 0 if they cannot run first, or are
+        fewer than `common_prefix.LEAST`.
+    """
+    mask, positions = (kwargs.get(name) for name in BY_TOKEN)
+    cache = kwargs.get(CACHE)
     if (
-        model.config.is_encoder_decoder
+        input_ids.shape[1] <= common_prefix.LEAST
+        or model.config.is_encoder_decoder
         or kwargs.get("inputs_embeds") is not None
         or getattr(config, "prefill_chunk_size", None) is not None
         or cache is None
@@ -62,9 +84,7 @@ def common_tokens(
         )
     ):
         return 0
-    common = common_prefix.common_tokens(ids, padding, positions)
-    width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 0)
-    return common if common_prefix.pays(len(ids), length, common, width) else 0
+    return common_prefix.common_tokens(ids, padding, positions)
 
 
 def supports(step: DecoderStep | None, kwargs: dict[str, Any]) -> bool:
@@ -114,11 +134,18 @@ def common_first(
     if padding is None:
         return input_ids[::beams], kwargs
     order = common_prefix.common_first(padding, common, input_ids.shape[1])
-    moved = {name: kwargs[name].gather(1, order) for name in _BY_TOKEN}
+    moved = {name: kwargs[name].gather(1, order) for name in BY_TOKEN}
     return input_ids.gather(1, order)[::beams], kwargs | moved
 
 
-def prefill(model: Any, ids: Tensor, kwargs: dict[str, Any], plan: Plan, cache: SharedCache) -> Any:
+def prefill(
+    model: Any,
+    ids: Tensor,
+    kwargs: dict[str, Any],
+    plan: Plan,
+    cache: SharedCache,
+    known: Sequence[KeysValues] = (),
+) -> tuple[Any, Cache]:
     """Run the common tokens of all prompts once, then the rest of each prompt.
 
     Args:
@@ -126,16 +153,27 @@ def prefill(model: Any, ids: Tensor, kwargs: dict[str, Any], plan: Plan, cache: 
         kwargs: Arguments of the model's forward, at B rows.
         plan: The plan of the call.
         cache: Gets the keys and values.
+        known: Keys and values (1, Hkv, N, D) of each layer for the first N common tokens, which do
+            not run.
 
     Returns:
-        The outputs of the last forward, whose logits end with those of each prompt's last token.
+        The outputs of the last forward, whose logits end with those of each prompt's last token;
+        and a cache of transformers with the keys and values of the common tokens, at one row.
     """
     once, common = DynamicCache(), plan.common
-    first = {name: value for name, value in kwargs.items() if name not in _BY_TOKEN} | {CACHE: once}
-    if (positions := kwargs.get(_POSITIONS)) is not None:
-        first[_POSITIONS] = positions[:1, :common]
-    model(**model.prepare_inputs_for_generation(ids[:1, :common], **first), return_dict=True)
+    for index, (keys, values) in enumerate(known):
+        once.update(keys, values, index)
+    missing = common - once.get_seq_length()
+    if missing:
+        first = {name: value for name, value in kwargs.items() if name not in BY_TOKEN}
+        first[CACHE] = once
+        if (positions := kwargs.get(_POSITIONS)) is not None:
+            first[_POSITIONS] = positions[:1, :common]
+        inputs = model.prepare_inputs_for_generation(
+            ids[:1, :common], next_sequence_length=missing, **first
+        )
+        model(**inputs, return_dict=True)
     cache.keep_common(once, plan.apart)
     rest = ids.shape[1] - common
     inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=rest, **kwargs)
-    return model(**inputs, return_dict=True)
+    return model(**inputs, return_dict=True), once

@@ -19,7 +19,7 @@ from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of
 from fastgen.patches.transformers.generate import captured_module_step, first_tokens, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method, method_of
-from fastgen.patches.transformers.planning import common_prompt, first_call
+from fastgen.patches.transformers.planning import cached_prompt, common_prompt, first_call
 from fastgen.patches.transformers.planning.row_removal import looks_at_rows, reason_not_to_drop
 from fastgen.patches.transformers.planning.sharing import (
     MODULES_CANNOT,
@@ -84,16 +84,16 @@ def decide(
     common = (
         common_prompt.common_tokens(model, input_ids, config, kwargs, beams) if shares_prompt else 0
     )
-    few = None
+    few, reuses = None, shares_prompt and cached_prompt.limit() > 0
     if reason is None and beams == 1 and method is None and not drafts:
         few = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
-        reason = None if common else few
+        reason = None if common or reuses else few
     if reason is not None:
         left_off.append(not_shared(reason))
     shared = not left_off
     step, new_tokens = None, config.max_length - input_ids.shape[1]
     steps = new_tokens > 1 or drafts or method is not None or has_own_attention(model)
-    if shared and (steps or common):
+    if shared and (steps or common or reuses):
         try:
             step = fused_decoder.step(
                 model, config, kwargs, longest_text(model, input_ids, config, kwargs)
@@ -105,7 +105,10 @@ def decide(
             left_off += [] if shared else [not_shared(MODULES_CANNOT)]
             left_off += [by_modules(reason_not)] if steps else []
     common = common if common_prompt.supports(step, kwargs) else 0
-    if few is not None and shared and not common:
+    readable = step if shared and reuses else None
+    cached, keeps_prefix = cached_prompt.use_of(model, readable, input_ids, config, kwargs, beams)
+    common, sentences = max(common, cached), input_ids.shape[0] // beams
+    if few is not None and shared and not (common or keeps_prefix):
         shared, step, left_off = False, None, [not_shared(few)]
     samples = beams if loop == "sample" and method is None else 1
     request = call_of(model).suspension
@@ -125,7 +128,6 @@ def decide(
             reason = dropout or looks_at_rows(model)
     elif step is not None and step.called and may_drop:
         reason = looks_at_rows(model)
-    sentences = input_ids.shape[0] // beams
     if reason is not None and sentences > 1:
         left_off.append(f"finished sentences stay in the batch: {reason}")
     graphs = (
@@ -153,8 +155,11 @@ def decide(
         not_in_c="" if step is None else why_not_in_c(step),
         int8=int8_step.is_requested() and not refused,
         common=common,
+        cached=cached,
+        keeps_prefix=keeps_prefix,
         apart=step is not None
         and common > 0
+        and sentences > 1
         and common_prompt.is_kept_apart(step, len(input_ids), config),
         family=family,
     )
