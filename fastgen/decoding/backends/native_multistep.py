@@ -54,22 +54,13 @@ class MultistepModel(Protocol):
         ...
 
 
-def supported(
-    stop: Stop, transforms: Sequence[LogitsTransform], updates_scores: bool = False
-) -> bool:
-    """Return whether C supports these stopping criteria and transforms.
-
-    Args:
-        stop: Stopping criteria of the search.
-        transforms: Transforms of the search.
-        updates_scores: Whether C applies sparse updates in a search of this kind.
-    """
+def supported(stop: Stop, transforms: Sequence[LogitsTransform]) -> bool:
+    """Return whether C supports the stopping criteria and transforms of a search."""
     return (
         not stop.others
         and stop.longest is not None
         and all(
-            _bans_in_c(each) or (updates_scores and each.update is not None) or each.by_length
-            for each in transforms
+            _bans_in_c(each) or each.update is not None or each.by_length for each in transforms
         )
     )
 

@@ -35,7 +35,7 @@ class NativeSampling(native_multistep.NativeMultistep[Sampling]):
             and search.on_tokens is None
             and search.ids.is_cpu
             and (search.pad is None or int(search.pad) >= 0)
-            and native_multistep.supported(search.stop, transforms, updates_scores=True)
+            and native_multistep.supported(search.stop, transforms)
         )
 
     @staticmethod

@@ -12,7 +12,7 @@ typedef struct {
   float *scores, *merged;                  /* (B, M) each */
   uint8_t *merged_done, *flags;            /* (B, M), (4, B) */
   int64_t sentences, beams, candidates, stops_early;
-  float never, power, far; /* power, far: divisors of scores at this and at the final length */
+  float mask_value, power, far; /* power, far: divisors of scores at this and at the final length */
 } Choice;
 
 /* A finished hypothesis or a candidate, for ranking. */
@@ -27,7 +27,7 @@ static int choose_running(const Choice* job, int64_t b) {
   const int64_t M = job->beams, K = job->candidates, at = b * K;
   int64_t found = 0;
   for (int64_t k = 0; k < K; k++) {
-    if (!(job->values[at + k] > job->never / 2) ||
+    if (!(job->values[at + k] > job->mask_value / 2) ||
         (k && job->values[at + k] >= job->values[at + k - 1]))
       return 0;
     if (job->hits[at + k] || found == M) continue;
@@ -50,9 +50,9 @@ static int choose_finished(const Choice* job, int64_t b, Ranked* all) {
     const int finishing = k < M && job->hits[b * K + k];
     float value = job->values[b * K + k] / job->power;
     if (job->stops_early && full)
-      value += job->never; /* separate additions, as they round differently */
-    if (!job->improvable[b]) value += job->never;
-    if (!finishing) value += job->never;
+      value += job->mask_value; /* separate additions, as they round differently */
+    if (!job->improvable[b]) value += job->mask_value;
+    if (!finishing) value += job->mask_value;
     all[M + k] = (Ranked){value, finishing, M + k};
   }
   for (int64_t m = 0; m < M; m++) {
@@ -66,7 +66,7 @@ static int choose_finished(const Choice* job, int64_t b, Ranked* all) {
   for (int64_t m = 0; m < M; m++)
     for (int64_t i = m + 1; i < M + K; i++)
       if (!(all[i].value < all[m].value) &&
-          (all[m].value > job->never / 2 || all[m].done || all[i].done))
+          (all[m].value > job->mask_value / 2 || all[m].done || all[i].done))
         return 0;
   return 1;
 }
@@ -77,7 +77,7 @@ int choose(parallel run, unsigned threads, const float* values, const int64_t* b
            const int64_t* token, const uint8_t* hits, const float* finished, const uint8_t* done,
            const uint8_t* improvable, int64_t* parents, int64_t* tokens, int64_t* order,
            float* scores, float* merged, uint8_t* merged_done, uint8_t* flags, int64_t sentences,
-           int64_t beams, int64_t candidates, int64_t stops_early, float never, float power,
+           int64_t beams, int64_t candidates, int64_t stops_early, float mask_value, float power,
            float far) {
   Choice job = {.values = values,
                 .finished = finished,
@@ -97,7 +97,7 @@ int choose(parallel run, unsigned threads, const float* values, const int64_t* b
                 .beams = beams,
                 .candidates = candidates,
                 .stops_early = stops_early,
-                .never = never,
+                .mask_value = mask_value,
                 .power = power,
                 .far = far};
   const int64_t B = sentences, M = beams;
@@ -114,7 +114,7 @@ int choose(parallel run, unsigned threads, const float* values, const int64_t* b
       full &= all[m].done;
     }
     const float possible = scores[b * M] / far, worst = all[M - 1].value;
-    for (int64_t m = 0; m < M; m++) better |= possible > (all[m].done ? worst : never);
+    for (int64_t m = 0; m < M; m++) better |= possible > (all[m].done ? worst : mask_value);
     flags[b] = changed, flags[B + b] = improvable[b] && better, flags[2 * B + b] = full;
     open |= flags[B + b], all_done &= full;
     for (int64_t k = 0; k < candidates; k++) all_hit &= hits[b * candidates + k];

@@ -17,7 +17,7 @@ int choose(parallel run, unsigned threads, const float* values, const int64_t* b
            const int64_t* token, const uint8_t* hits, const float* finished, const uint8_t* done,
            const uint8_t* improvable, int64_t* parents, int64_t* tokens, int64_t* order,
            float* scores, float* merged, uint8_t* merged_done, uint8_t* flags, int64_t sentences,
-           int64_t beams, int64_t candidates, int64_t stops_early, float never, float power,
+           int64_t beams, int64_t candidates, int64_t stops_early, float mask_value, float power,
            float far);
 
 #endif

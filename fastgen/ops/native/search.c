@@ -163,13 +163,15 @@ typedef struct {
   int64_t *indices, *beam, *token, *origin;  /* (B, K + 1), then (B, K) each */
   int64_t *parents, *tokens, *order, *from;  /* (B, M) each */
   float *values, *candidates, *running, *merged, *maxima, *shifts;
+  float *scores;  /* (B, M, V), and a set of tokens; NULL where no scores are updated */
   uint8_t *hits, *merged_done, *flags;
 } Room;
 
-static void *make_room(Room *room, int64_t B, int64_t M, int64_t K, int64_t V) {
+static void *make_room(Room *room, int64_t B, int64_t M, int64_t K, int64_t V, int updates) {
   const int64_t longs = B * (K + 1) + 3 * B * K + 4 * B * M;
   const int64_t blocks = (V + LEAST_BLOCK - 1) / LEAST_BLOCK;
-  const int64_t floats = B * (K + 1) + B * K + 2 * B * M + 2 * B * M + B * M * blocks;
+  const int64_t updated = updates ? B * M * V + (V + 31) / 32 : 0;
+  const int64_t floats = B * (K + 1) + B * K + 2 * B * M + 2 * B * M + B * M * blocks + updated;
   char *held = malloc(8 * longs + 4 * floats + B * K + B * M + 4 * B);
   if (!held) return NULL;
   int64_t *at = (int64_t *)held;
@@ -188,6 +190,7 @@ static void *make_room(Room *room, int64_t B, int64_t M, int64_t K, int64_t V) {
   room->merged = number, number += B * M;
   room->shifts = number, number += 2 * B * M;
   room->maxima = number, number += B * M * blocks;
+  room->scores = updates ? number : NULL, number += updated;
   uint8_t *byte = (uint8_t *)number;
   room->hits = byte, byte += B * K;
   room->merged_done = byte, byte += B * M;
@@ -230,16 +233,32 @@ static int descend(const Decoder *model, SlotMask *of, const int64_t *parents, i
                    bytes);
 }
 
+/* Finds the K highest scores of each sentence: log-probabilities, after the updates of the texts,
+ * plus those of the beams. Returns 0 if Python has to. */
+static int rank_tokens(const Decoder *model, const Texts *texts, const Room *room,
+                       const float *beam_scores, int64_t B, int64_t M, int64_t K) {
+  const int64_t V = model->head.outputs, words = (V + 31) / 32;
+  const unsigned threads = threads_for(model, B * M * V);
+  const uint32_t *banned = ban(model, texts, M);
+  const float *in = model->logits;
+  if (room->scores) {
+    log_softmax(OURS, threads, room->scores, in, B * M, V, V);
+    uint32_t *seen = (uint32_t *)(room->scores + B * M * V);
+    for (int64_t r = 0; r < B * M; r++)
+      if (!update_row(room->scores + r * V, seen, texts, M, r, V)) return 0;
+    in = room->scores;
+  }
+  return k_best(OURS, threads, room->values, room->indices, room->maxima,
+                room->scores ? NULL : room->shifts, in, beam_scores, banned, B, M, V, K, M * V, V,
+                words);
+}
+
 /* Chooses by the logits. Texts, scores and finished hypotheses are all updated, or none of them. */
 static int choose_beams(const Decoder *model, Texts *texts, Beams *job, Room *room,
                         int64_t B, int64_t M) {
   const int64_t K = job->candidates, V = model->head.outputs;
   const int64_t new_tokens = texts->length - texts->prompt + 1;
-  const unsigned threads = threads_for(model, B * M * V);
-  const uint32_t *banned = ban(model, texts, M);
-  if (!k_best(OURS, threads, room->values, room->indices, room->maxima, room->shifts, model->logits,
-              job->scores, banned, B, M, V, K + 1, M * V, V, (V + 31) / 32))
-    return UNDECIDED;
+  if (!rank_tokens(model, texts, room, job->scores, B, M, K + 1)) return UNDECIDED;
   for (int64_t i = 0; i < B * K; i++) {
     const int64_t b = i / K, index = room->indices[b * (K + 1) + i % K];
     room->candidates[i] = room->values[b * (K + 1) + i % K];
@@ -252,7 +271,7 @@ static int choose_beams(const Decoder *model, Texts *texts, Beams *job, Room *ro
   if (!choose(OURS, 1, room->candidates, room->beam, room->token, room->hits, job->finished_scores,
               job->finished_done, job->improvable, room->parents, room->tokens, room->order,
               room->running, room->merged, room->merged_done, room->flags, B, M, K,
-              job->stops_early, (float)job->never, power, far))
+              job->stops_early, (float)job->mask_value, power, far))
     return UNDECIDED;
   int changed = 0;
   for (int64_t b = 0; b < B; b++) changed |= room->flags[b];
@@ -320,7 +339,8 @@ static void work_on_beams(void *given) {
   Beams *job = search->job;
   const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
   Room room;
-  void *held = make_room(&room, B, M, job->candidates, model->head.outputs);
+  void *held = make_room(&room, B, M, job->candidates, model->head.outputs,
+                         search->texts->update_count > 0);
   search->found = held ? GOES_ON : NO_MEMORY;
   while (goes_on(search) && !should_part()) {
     search->found = make_logits(model, search->texts, M);
@@ -369,15 +389,11 @@ static void note_finished(const Texts *texts, FirstFinished *job, int64_t b, int
 static int choose_first_finished(const Decoder *model, Texts *texts,
                                  FirstFinished *job, Room *room, int64_t B, int64_t M) {
   const int64_t K = 2 * M, V = model->head.outputs, step = texts->length - 1;
-  const uint32_t *banned = ban(model, texts, M);
   for (int64_t r = 0; r < B * M; r++) {
     const int64_t row = r / M * job->scores_b + r % M * job->scores_m;
     room->running[r] = step ? job->scores[row + step - 1] : 0.0f;
   }
-  if (!k_best(OURS, threads_for(model, B * M * V), room->values, room->indices, room->maxima,
-              room->shifts, model->logits, room->running, banned, B, M, V, K + 1, M * V, V,
-              (V + 31) / 32))
-    return UNDECIDED;
+  if (!rank_tokens(model, texts, room, room->running, B, M, K + 1)) return UNDECIDED;
   for (int64_t b = 0; b < B; b++) {
     for (int64_t k = 0; k < K; k++) {
       const int64_t index = room->indices[b * (K + 1) + k];
@@ -418,7 +434,7 @@ static void work_on_first_finished(void *given) {
   FirstFinished *job = search->job;
   const int64_t B = model->step->calls[0].sentences, M = model->step->calls[0].beams;
   Room room;
-  void *held = make_room(&room, B, M, 2 * M, model->head.outputs);
+  void *held = make_room(&room, B, M, 2 * M, model->head.outputs, search->texts->update_count > 0);
   search->found = held ? GOES_ON : NO_MEMORY;
   while (goes_on(search) && !should_part()) {
     search->found = make_logits(model, search->texts, M);

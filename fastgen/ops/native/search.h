@@ -105,7 +105,7 @@ typedef struct {
   SlotMask slot_mask;
   int64_t candidates, stops_early;
   int64_t far;                      /* length by which running beams are judged; 0 for their own */
-  double never, penalty;
+  double mask_value, penalty;
 } Beams;
 
 /* Beam search by the rules of decoding/search/first_finished.py. Texts begin with one token, and

@@ -37,6 +37,7 @@ class Decoder(ctypes.Structure):
         began: (steps,) float64, when each step began, in seconds.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "step seen tokens positions position"),
         *fields(INTEGER, "vocabulary token_row position_row padding padding_row"),
@@ -61,6 +62,7 @@ class LogitBounds(ctypes.Structure):
             that needed all logits; C adds to them.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         ("bytes", Weight), *fields(POINTER, "errors weight"), ("weight_row", INTEGER),
         *fields(DOUBLE, "longest bias"), ("most", INTEGER), ("counts", POINTER),
@@ -78,6 +80,7 @@ class NGrams(ctypes.Structure):
         source_length: S.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(INTEGER, "n shortest"), ("source", POINTER),
         *fields(INTEGER, "source_b source_length"),
@@ -94,6 +97,7 @@ class Update(ctypes.Structure):
         offsets: (count,) fp32, added to the scores of `tokens`.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         ("penalty", DOUBLE), *fields(POINTER, "starts tokens offsets"), ("count", INTEGER),
     ]  # fmt: skip
@@ -118,6 +122,7 @@ class Texts(ctypes.Structure):
         run: the number of steps that the decoder ran; set by C.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         ("ids", POINTER), *fields(INTEGER, "ids_b ids_m length prompt ends_at"),
         *fields(POINTER, "ends ngrams updates"),
@@ -138,6 +143,7 @@ class Draws(ctypes.Structure):
         generator: the state of a `torch.Generator` of the CPU; C advances it.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(DOUBLE, "temperature top_p min_p"), ("top_k", INTEGER),
         *fields(POINTER, "noise generator"),
@@ -156,6 +162,7 @@ class SlotMask(ctypes.Structure):
         open: the number of slots already opened for the next tokens: 0 or M.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "mask own"),
         *fields(INTEGER, "mask_b mask_m prefix filled room open"),
@@ -183,13 +190,14 @@ class Beams(ctypes.Structure):
         penalty: the length penalty.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "origins finished_ids finished_origins"),
         *fields(INTEGER, "origins_b origins_m finished_ids_b finished_ids_m "
                      "finished_origins_b finished_origins_m"),
         *fields(POINTER, "scores finished_scores finished_done improvable flags sentences"),
         ("slot_mask", SlotMask), *fields(INTEGER, "candidates stops_early far"),
-        *fields(DOUBLE, "never penalty"),
+        *fields(DOUBLE, "mask_value penalty"),
     ]  # fmt: skip
 
 
@@ -212,6 +220,7 @@ class FirstFinished(ctypes.Structure):
         slot_mask: the mask of the KV slots.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "scores origins"),
         *fields(INTEGER, "scores_b scores_m origins_b origins_m"),

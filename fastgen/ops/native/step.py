@@ -34,6 +34,7 @@ class Weight(ctypes.Structure):
         adapter: the `Adapter`; or NULL.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "panels bias scales sums"),
         *fields(INTEGER, "outputs inputs kind"),
@@ -52,6 +53,7 @@ class Adapter(ctypes.Structure):
         scaling: the factor of the second product's output.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "down panels bias"), ("rank", INTEGER), ("scaling", DOUBLE),
     ]  # fmt: skip
@@ -68,6 +70,7 @@ class Norm(ctypes.Structure):
         kind: UNNORMED, LAYER_NORM or RMS_NORM.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "weight bias"),
         *fields(DOUBLE, "eps offset"),
@@ -90,6 +93,7 @@ class Mixture(ctypes.Structure):
         rounded: whether those weights are rounded to the step's dtype.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "router up down shared_gate"),
         *fields(INTEGER, "count chosen inner normalised rounded"),
@@ -125,6 +129,7 @@ class Sublayer(ctypes.Structure):
         interleaved: whether the two dimensions of a rotated pair are adjacent.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
         *fields(Norm, "norm query_norm key_norm"),
@@ -152,6 +157,7 @@ class KVRecord(ctypes.Structure):
         common_h: stride of the heads of `common_keys` and `common_values`.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "keys values common_keys common_values weights mask bias"),
         *fields(
@@ -189,6 +195,7 @@ class Step(ctypes.Structure):
         dtype: the dtype of weights, keys and values, a code of `ops.native.DTYPES`.
     """
 
+    __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "sublayers seen calls"),
         *fields(INTEGER, "sublayer_count call_count rows width norm_first dtype"),

@@ -160,14 +160,22 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("options", UPDATES)
 @pytest.mark.parametrize("family", ["marian", "gpt2", "llama"])
-def test_updates_of_scores(variant: str, family: str, options: str, alone: list[int]) -> None:  # noqa: F811
-    """Penalties and biases apply in C, in greedy search, as in transformers."""
+def test_updates_of_scores(
+    variant: str,  # noqa: F811
+    family: str,
+    options: str,
+    beams: int,
+    alone: list[int],
+) -> None:
+    """Penalties and biases apply in C as in transformers."""
     model = zoo.build(family, torch.float32)
     for padding in ("none", "natural"):
         for rows in (1, 5):
-            kwargs = zoo.batch(model, rows, 9, padding) | UPDATES[options] | {"max_new_tokens": 40}
+            kwargs = zoo.batch(model, rows, 9, padding) | UPDATES[options]
+            kwargs |= {"max_new_tokens": 40, "num_beams": beams}
             for _ in range(2):
                 calls.clear(), alone.clear()
                 assert assert_same(model, kwargs).error is None
@@ -177,17 +185,20 @@ def test_updates_of_scores(variant: str, family: str, options: str, alone: list[
             assert len(alone) < max(3, len(call.steps) // 2), "most steps were in a row"
 
 
+@pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", UPDATES)
 def test_updates_of_scores_in_half_precision(
     variant: str,  # noqa: F811
     options: str,
     dtype: torch.dtype,
+    beams: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tokens are those that single steps in C select."""
     model = zoo.build("llama", dtype)
-    kwargs = zoo.batch(model, 3, 9, "natural") | UPDATES[options] | {"max_new_tokens": 40}
+    kwargs = zoo.batch(model, 3, 9, "natural") | UPDATES[options]
+    kwargs |= {"max_new_tokens": 40, "num_beams": beams}
     model.generate(**kwargs)
     calls.clear()
     found = model.generate(**kwargs)
@@ -198,11 +209,18 @@ def test_updates_of_scores_in_half_precision(
     assert calls["decoder_step", "native"] > calls["search", "native"] == 0
 
 
+@pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize(
     "start", [0, 4, 7, 30, torch.tensor([0, 3, 12, 99]), torch.tensor([-2] * 4)]
 )
-def test_penalty_of_a_part_of_the_text(variant: str, start: int | Tensor) -> None:  # noqa: F811
+def test_penalty_of_a_part_of_the_text(
+    variant: str,  # noqa: F811
+    start: int | Tensor,
+    beams: int,
+) -> None:
     """The first tokens that count differ by row, and rows leave the batch."""
+    if isinstance(start, Tensor):
+        start = start.repeat_interleave(beams)
     model = zoo.build("gpt2", torch.float32)
     try:
         penalty = RepetitionPenaltyLogitsProcessor(1.6, prompt_ignore_length=start)
@@ -212,17 +230,20 @@ def test_penalty_of_a_part_of_the_text(variant: str, start: int | Tensor) -> Non
         "logits_processor": LogitsProcessorList([penalty]),
         "max_new_tokens": 40,
         "eos_token_id": ENDS,
+        "num_beams": beams,
     }
     for _ in range(2):
         assert assert_same(model, kwargs).error is None
     assert calls["search", "native"] > 0
 
 
-def test_penalty_of_a_token_without_a_score(variant: str) -> None:  # noqa: F811
+@pytest.mark.parametrize("beams", [1, 2])
+def test_penalty_of_a_token_without_a_score(variant: str, beams: int) -> None:  # noqa: F811
     """The result, or the error, is that of the toolkit."""
     model = zoo.build("gpt2", torch.float32)
     model.lm_head = nn.Linear(model.config.n_embd, zoo.VOCABULARY - 20)
     kwargs = zoo.batch(model, 2, 9, "none") | {"repetition_penalty": 1.2, "max_new_tokens": 12}
+    kwargs["num_beams"] = beams
     kwargs["input_ids"][0, 3] = zoo.VOCABULARY - 1
     for _ in range(2):
         assert_same(model, kwargs)
@@ -566,17 +587,16 @@ def test_how_long_the_same_is_banned() -> None:
     assert steps(ForcedTokens(torch.tensor([7]), lambda length: length == 9)) == 4
     assert steps(NGramBlock(2), TokenBan(torch.tensor([7]))) == 25
     penalty = RepetitionPenalty(1.2, 0, lambda ids, scores: scores)
-    assert not native_multistep.supported(stop, [penalty])
-    assert native_multistep.supported(stop, [penalty], updates_scores=True)
+    assert native_multistep.supported(stop, [penalty])
     extreme = RepetitionPenalty(1e39, 0, lambda ids, scores: scores)
-    assert not native_multistep.supported(stop, [extreme], updates_scores=True)
+    assert not native_multistep.supported(stop, [extreme])
     for biases, covered in (
         ({(5,): 2.0}, True),
         ({(5, 7): 2.0}, False),
         ({(5,): -torch.inf}, False),
     ):
         bias = SequenceBias(biases)
-        assert native_multistep.supported(stop, [bias], updates_scores=True) == covered
+        assert native_multistep.supported(stop, [bias]) == covered
     assert not native_multistep.supported(
         native_multistep.Stop(torch.tensor([2]), [lambda _: False]), []
     )
