@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.kv_cache.common_prefix import LEAST
+from fastgen.models.model_fingerprint import ModelFingerprint
 from fastgen.models.state import CachedState, iter_cached_states, state_of
-from fastgen.models.weights_fingerprint import WeightsFingerprint
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -28,11 +28,13 @@ class CachedText:
         tokens: (N,) int64, on the CPU.
         tensors: Keys and values (1, Hkv, N, D) of each layer in turn, or an encoder's output
             (N, C).
+        owner: What bounds the texts: a context, or None for the whole process.
         used: Time of the latest use in nanoseconds, by the monotonic clock.
     """
 
     tokens: Tensor
     tensors: Sequence[Tensor]
+    owner: object = None
     used: int = 0
 
     @property
@@ -49,15 +51,15 @@ class PrefixCache(CachedState):
     """The texts that are kept of one model, with the keys and values of all their tokens.
 
     Attributes:
-        weights: Fingerprint of the weights that they come from.
+        model: Fingerprint of the model that they come from.
     """
 
     label = "prefix cache"
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may generate as well
         self._texts: list[CachedText] = []
-        self.weights: WeightsFingerprint | None = None
+        self.model: ModelFingerprint | None = None
 
     @property
     def nbytes(self) -> int:
@@ -86,25 +88,25 @@ class PrefixCache(CachedState):
                 best, most = text, count
         return best, 0 if best is None else most
 
-    def validate(self, weights: WeightsFingerprint) -> None:
-        """Drop all texts if they come from other weights."""
-        with self._lock:
-            if not weights.is_same(self.weights):
-                self._texts, self.weights = [], weights
+    def validate(self, model: ModelFingerprint) -> None:
+        """Drop all texts if they come from another state of the model."""
+        if not model.is_same(self.model):
+            with self._lock:
+                self._texts, self.model = [], model
 
-    def add(self, text: CachedText, weights: WeightsFingerprint | None, limit: int) -> None:
+    def add(self, text: CachedText, model: ModelFingerprint | None, limit: int) -> None:
         """Keep a text, in place of those that it makes superfluous.
 
         Args:
             text: The text.
-            weights: `weights` at the start of the call that made it.
-            limit: Maximum number of bytes of all texts of all models. Those used least recently are
-                dropped. A text that is larger is not kept.
+            model: `model` at the start of the call that made it.
+            limit: Maximum number of bytes of all texts of its owner, of all models. Those used
+                least recently are dropped. A text that is larger is not kept.
         """
         if text.nbytes > limit:
             return
         with self._lock:
-            if weights is not self.weights:
+            if model is not self.model:
                 return
             for other in self._texts:
                 if self._covers(other, text):
@@ -112,7 +114,7 @@ class PrefixCache(CachedState):
                     return
             text.touch()
             self._texts = [other for other in self._texts if not self._covers(text, other)] + [text]
-        trim(limit)
+        trim(text.owner, limit)
 
     def _covers(self, text: CachedText, other: CachedText) -> bool:
         """Return whether a text has everything that is kept of another."""
@@ -147,13 +149,19 @@ def source_cache_of(encoder: object) -> SourceCache:
     return state_of(encoder).of(SourceCache)
 
 
-def trim(limit: int) -> None:
-    """Drop the least recently used texts of all models until they fit into a limit in bytes."""
+def trim(owner: object, limit: int) -> None:
+    """Drop an owner's least recently used texts, of all models, until they fit into a limit.
+
+    Args:
+        owner: As in `CachedText`.
+        limit: Maximum number of bytes.
+    """
     kept = [
         (text, cache)
         for kind in (PrefixCache, SourceCache)
         for _, cache in iter_cached_states(kind)
         for text in cache.texts
+        if text.owner is owner
     ]
     kept.sort(key=lambda pair: pair[0].used)
     size = sum(text.nbytes for text, _ in kept)

@@ -6,31 +6,38 @@ from typing import Any
 from torch import Tensor
 
 from fastgen import config as variables
-from fastgen.decoding.kv_cache.prefix_cache import CachedText, SourceCache, source_cache_of
-from fastgen.models.weights_fingerprint import weights_fingerprint
-from fastgen.patches.transformers.planning.cached_prompt import limit, note_hit
+from fastgen.decoding.kv_cache.prefix_cache import SourceCache, source_cache_of
+from fastgen.models.model_fingerprint import model_fingerprint
+from fastgen.models.runtime.encoder import Encoder
+from fastgen.patches.transformers.planning.cached_prompt import add, limit, note_hit
 
 Encode = Callable[[Tensor, Tensor | None], Tensor]
 """Function from token ids (B, S) and their mask (B, S), or None, to an encoder's output (B, S, C),
 which is zero at padding."""
 
 
-def encode(encoder: Any, ids: Tensor, visible: Tensor | None, run: Encode) -> Tensor:
+def encode(
+    module: Any, encoder: Encoder, ids: Tensor, visible: Tensor | None, run: Encode
+) -> Tensor:
     """Return an encoder's output (B, S, C), zero at padding; only sources that are not known run.
 
     Args:
-        encoder: The encoder.
+        module: The encoder.
+        encoder: What was read of it in this call.
         ids: Token ids (B, S).
         visible: (B, S) bool, True for tokens; None if there is no padding.
         run: Runs the encoder.
     """
-    if limit() <= 0 or not _is_on_the_right(visible):
+    if (
+        limit() <= 0
+        or not _is_on_the_right(visible)
+        or (fingerprint := model_fingerprint(module)) is None
+    ):
         return run(ids, visible)
-    cache = source_cache_of(encoder)
-    weights = weights_fingerprint(encoder)
-    options = repr(vars(encoder.config)), variables.settings().precision
-    cache.validate(weights._replace(layout=(*weights.layout, options)))
-    weights = cache.weights
+    options = *fingerprint.modules, encoder.fingerprint, variables.settings().precision
+    cache = source_cache_of(module)
+    cache.validate(fingerprint._replace(modules=options))
+    fingerprint = cache.model
     lengths = [ids.shape[1]] * len(ids) if visible is None else visible.sum(1).tolist()
     sources = [row[:length].cpu() for row, length in zip(ids, lengths, strict=True)]
     outputs: list[Any] = [_known(cache, source) for source in sources]
@@ -40,8 +47,8 @@ def encode(encoder: Any, ids: Tensor, visible: Tensor | None, run: Encode) -> Te
         part = None if visible is None else visible[missing, :longest]
         made = run(ids[missing, :longest], part)
         for output, row in zip(made, missing, strict=True):
-            outputs[row] = output[: lengths[row]].clone()
-            cache.add(CachedText(sources[row], [outputs[row]]), weights, limit())
+            outputs[row] = output[: lengths[row]]
+            add(cache, fingerprint, sources[row], [outputs[row]])
     hidden = outputs[0].new_zeros(*ids.shape, outputs[0].shape[1])
     for row, output in enumerate(outputs):
         hidden[row, : lengths[row]] = output

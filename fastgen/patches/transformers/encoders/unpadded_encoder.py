@@ -3,7 +3,6 @@
 Cross-attention masks the padding positions, so their outputs are not needed.
 """
 
-import functools
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -96,8 +95,7 @@ class _Source:
                 (),
                 {name: value for name, value in kwargs.items() if name not in _WITHOUT_EFFECT},
             )
-            run = functools.partial(_encode, self.encoder, self.spec)
-            hidden = cached_source.encode(self.encoder, ids, visible if padded else None, run)
+            hidden = _encode(self.encoder, self.spec, ids, visible if padded else None)
         except (NotFused, Slower) as reason:
             if padded:
                 engine.note_skipped(NAME, f"padding is encoded: {reason}")
@@ -142,8 +140,12 @@ def _encode(module: Any, spec: Stack, ids: Tensor, visible: Tensor | None) -> Te
         own = module(input_ids=one, attention_mask=seen).last_hidden_state
         sentences = sentences_of(seen, (1, length), "none")
         prove(encoder, _rows(encoder, one, sentences), sentences.chosen(own))
-    sentences = sentences_of(visible, (len(ids), length), "none")
-    return sentences.restored(_rows(encoder_to_run(encoder), ids, sentences))
+
+    def run(ids: Tensor, visible: Tensor | None) -> Tensor:
+        sentences = sentences_of(visible, (len(ids), ids.shape[1]), "none")
+        return sentences.restored(_rows(encoder_to_run(encoder), ids, sentences))
+
+    return cached_source.encode(module, encoder, ids, visible, run)
 
 
 def _is_parted(visible: Tensor) -> bool:

@@ -123,9 +123,9 @@ def _sample(call: Call, model: ModuleStepper) -> Decoding:
 
 
 def _of_samples(call: Call, model: ModuleStepper, sampling: Sampling) -> Any:
-    model.keep_text(sampling.outcome)
     if call.streamer is not None:
         call.streamer.end()
+    model.keep_text(sampling.outcome)
     if sampling.trace.chosen is not None:
         return Scored(sampling.outcome, sequence_scores(sampling.trace.chosen))
     if not call.config.return_dict_in_generate:

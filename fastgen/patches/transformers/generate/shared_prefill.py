@@ -31,8 +31,7 @@ class SharedPrefill:
 
     Attributes:
         proven: Outcome of the equivalence check of fused prefill; None if it has not run.
-        weights: Fingerprint of the model's weights, if the prefix cache keeps this call's prompt;
-            else None.
+        fingerprint: The model's, if the prefix cache keeps this call's prompt; else None.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class SharedPrefill:
     ) -> None:
         self.model, self.plan, self.config, self.step = model, plan, generation_config, step
         self.proven = None if step is None else recorded_first_verdict(step)
-        self.weights = cached_prompt.weights_of(model) if plan.keeps_prefix else None
+        self.fingerprint = cached_prompt.fingerprint_of(model) if plan.keeps_prefix else None
 
     def is_first_token(self, cache: SharedCache, prompt: int, kwargs: Mapping[str, Any]) -> bool:
         """Return whether the prompt is one token after a source and only its logits are needed.
@@ -123,5 +122,5 @@ class SharedPrefill:
             tokens: (N,) int64.
             layers: Keys and values (1, Hkv, N or more, D) of each layer.
         """
-        if self.weights is not None:
-            cached_prompt.keep(self.model, self.weights, tokens, layers)
+        if self.fingerprint is not None:
+            cached_prompt.keep(self.model, self.fingerprint, tokens, layers)

@@ -126,7 +126,7 @@ class SharedStepper(ModuleStepper):
 
     def _keep_prefix(self, tokens: Tensor) -> None:
         """Store the keys and values of the only sentence's first tokens (N,), as many as exist."""
-        if self._prefill.weights is not None and self.cache is not None:
+        if self._prefill.fingerprint is not None and self.cache is not None:
             layers = [(layer.keys, layer.values) for layer in self.cache.text]
             self._prefill.keep(tokens[: self.cache.text[0].length], layers)
 

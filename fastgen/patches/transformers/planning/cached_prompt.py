@@ -1,7 +1,7 @@
 """Prompts that begin as earlier ones did: keys and values from the prefix cache.
 
-Only decoder-only models whose decode step was read from the weights use the cache. That shows that
-keys and values depend on the weights and on the tokens before alone.
+Only decoder-only models whose decode step was read from the weights use the cache. Their keys and
+values depend on the weights, on options of the modules and on the tokens before alone.
 """
 
 from collections.abc import Generator, Sequence
@@ -16,9 +16,15 @@ from fastgen import config as variables
 from fastgen.context import changed
 from fastgen.decoding.kv_cache import common_prefix, prefix_cache
 from fastgen.decoding.kv_cache.common_prefix import padding_of
-from fastgen.decoding.kv_cache.prefix_cache import CachedText, KeysValues, prefix_cache_of
+from fastgen.decoding.kv_cache.prefix_cache import (
+    CachedText,
+    KeysValues,
+    PrefixCache,
+    prefix_cache_of,
+)
+from fastgen.models.memory.scratch import is_out_of_memory
+from fastgen.models.model_fingerprint import ModelFingerprint, model_fingerprint
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.weights_fingerprint import WeightsFingerprint, weights_fingerprint
 from fastgen.patches.generation_call import current
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.compat import CACHE
@@ -30,14 +36,16 @@ class PrefixCacheUse:
     """What the prefix cache has saved within a context.
 
     Attributes:
-        bytes: Maximum number of bytes that all prefixes take.
-        hits: Calls whose prompts began with tokens from the cache.
-        tokens: Number of these tokens, of one prompt of each call.
+        bytes: Maximum number of bytes of the texts that this context adds.
+        hits: How many times the cache had the first tokens of prompts, or a source.
+        tokens: Number of tokens, of one prompt or source each, that did not run again.
+        is_open: Whether the context has not ended. A copy of it may live longer.
     """
 
     bytes: int
     hits: int = 0
     tokens: int = 0
+    is_open: bool = True
 
 
 @contextmanager
@@ -52,13 +60,36 @@ def prefix_caching(size: int) -> Generator[PrefixCacheUse]:
         with changed(current, prefix_cache=use):
             yield use
     finally:
-        prefix_cache.trim(limit())
+        use.is_open = False
+        prefix_cache.trim(use, 0)
+
+
+def owner() -> PrefixCacheUse | None:
+    """Return the open context of this call; None for the whole process."""
+    use = current.get().prefix_cache
+    return use if use is not None and use.is_open else None
 
 
 def limit() -> int:
-    """Return the maximum number of bytes of all prefixes; 0 if the cache is off."""
-    use = current.get().prefix_cache
+    """Return the maximum number of bytes of the owner's texts; 0 if the cache is off."""
+    use = owner()
     return variables.settings().prefix_cache if use is None else use.bytes
+
+
+def may_use(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], beams: int) -> bool:
+    """Return whether a call has enough tokens for the cache, which is on.
+
+    Args:
+        input_ids: (B * M, P) int64.
+        config: The generation config.
+        kwargs: Arguments of the model's forward, at B * M rows.
+        beams: M.
+    """
+    if limit() <= 0 or model.config.is_encoder_decoder:
+        return False
+    if len(input_ids) == beams:
+        return config.max_length > common_prefix.LEAST
+    return common_prompt.alike_tokens(model, input_ids, config, kwargs, beams) > 0
 
 
 class CacheUse(NamedTuple):
@@ -91,7 +122,7 @@ def use_of(
         kwargs: Arguments of the model's forward, at B * M rows.
         beams: M.
     """
-    if not _is_open(model, step, config, kwargs):
+    if not _is_open(model, step, input_ids, config, kwargs):
         return CacheUse(0, False)
     # The slots of a padded text are not in the order of its tokens.
     keeps = len(input_ids) > beams or padding_of(kwargs.get(common_prompt.BY_TOKEN[0])) is None
@@ -108,7 +139,7 @@ def _cached_tokens(
 ) -> int:
     """Return how many first tokens of all prompts have keys and values in the cache; 0 for none."""
     most = common_prompt.alike_tokens(model, input_ids, config, kwargs, beams)
-    if most < common_prefix.LEAST or not common_prompt.supports(step, kwargs):
+    if not most:
         return 0
     count = prefix_cache_of(model).find(_first_tokens(input_ids, kwargs, most))[1]
     width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 0)
@@ -120,13 +151,16 @@ SAVED = 16384
 """Least number of cached tokens times the model's width that are worth looking up."""
 
 
-def _is_open(model: Any, step: DecoderStep | None, config: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call uses the cache, after dropping what comes from other weights.
+def _is_open(
+    model: Any, step: DecoderStep | None, input_ids: Tensor, config: Any, kwargs: dict[str, Any]
+) -> bool:
+    """Return whether a call uses the cache, after dropping what comes from another model's state.
 
     It does if the cache is on, and nothing but its tokens determines the keys and values of a text.
 
     Args:
         step: The fused decode step; None if the model's own modules run the steps.
+        input_ids: (B * M, P) int64.
         config: The generation config.
         kwargs: Arguments of the model's forward.
     """
@@ -134,7 +168,7 @@ def _is_open(model: Any, step: DecoderStep | None, config: Any, kwargs: dict[str
     if (
         step is None
         or limit() <= 0
-        or model.config.is_encoder_decoder
+        or not common_prompt.supports(step, kwargs)
         or getattr(config, "prefill_chunk_size", None) is not None
         or cache is None
         or compat.is_user_provided(cache)
@@ -142,23 +176,25 @@ def _is_open(model: Any, step: DecoderStep | None, config: Any, kwargs: dict[str
             isinstance(value, Tensor) and name not in common_prompt.BY_TOKEN
             for name, value in kwargs.items()
         )
-        or not _has_plain_positions(kwargs)
+        or not _has_plain_positions(kwargs, input_ids.shape[1])
+        or (fingerprint := model_fingerprint(model)) is None
     ):
         return False
-    weights = weights_fingerprint(model)
-    weights = weights._replace(layout=(*weights.layout, step.fingerprint))
-    prefix_cache_of(model).validate(weights)
+    options = *fingerprint.modules, step.fingerprint
+    prefix_cache_of(model).validate(fingerprint._replace(modules=options))
     return True
 
 
-def _has_plain_positions(kwargs: dict[str, Any]) -> bool:
-    """Return whether the first prompt's tokens have the positions 0, 1, 2, ..."""
+def _has_plain_positions(kwargs: dict[str, Any], length: int) -> bool:
+    """Return whether the first prompt's P tokens have the positions 0, 1, 2, ..."""
     mask, positions = (kwargs.get(name) for name in common_prompt.BY_TOKEN)
+    if any(each is not None and each.shape[1:] != (length,) for each in (mask, positions)):
+        return False
+    if mask is not None and not common_prompt.is_binary(mask):
+        return False
     if positions is None:
         return True
-    if mask is not None and mask.shape[1] != positions.shape[1]:
-        return False
-    padding = 0 if mask is None else int(mask.shape[1] - mask[0].count_nonzero())
+    padding = 0 if mask is None else int(length - mask[0].count_nonzero())
     own = positions[0, padding:]
     return torch.equal(own, torch.arange(len(own), device=own.device, dtype=own.dtype))
 
@@ -170,9 +206,9 @@ def _first_tokens(ids: Tensor, kwargs: dict[str, Any], count: int) -> Tensor:
     return ids[0, first : first + count].cpu()
 
 
-def weights_of(model: Any) -> WeightsFingerprint | None:
-    """Return the fingerprint of a model's weights when a call last used the cache."""
-    return prefix_cache_of(model).weights
+def fingerprint_of(model: Any) -> ModelFingerprint | None:
+    """Return the fingerprint of a model when a call last used the cache."""
+    return prefix_cache_of(model).model
 
 
 def load(model: Any, tokens: Tensor) -> tuple[Sequence[KeysValues], int]:
@@ -193,25 +229,42 @@ def load(model: Any, tokens: Tensor) -> tuple[Sequence[KeysValues], int]:
 
 def note_hit(tokens: int) -> None:
     """Count a use of the cache for a context, if one has opened it."""
-    if (use := current.get().prefix_cache) is not None:
+    if (use := owner()) is not None:
         use.hits, use.tokens = use.hits + 1, use.tokens + tokens
 
 
 def keep(
     model: Any,
-    weights: WeightsFingerprint | None,
+    fingerprint: ModelFingerprint | None,
     tokens: Tensor,
     layers: Sequence[KeysValues],
 ) -> None:
-    """Store the keys and values of a text.
+    """Store the keys and values of a text, if there is memory for them.
 
     Args:
-        weights: The fingerprint of the model's weights at the start of the call.
+        fingerprint: The model's at the start of the call.
         tokens: (N,) int64.
         layers: Keys and values (1, Hkv, N or more, D) of each layer. They are copied.
     """
     count = len(tokens)
     views = [kv[:, :, :count] for layer in layers for kv in layer]
-    if views and count >= common_prefix.LEAST and sum(view.nbytes for view in views) <= limit():
-        text = CachedText(tokens.cpu(), [view.clone() for view in views])
-        prefix_cache_of(model).add(text, weights, limit())
+    if views and count >= common_prefix.LEAST:
+        add(prefix_cache_of(model), fingerprint, tokens, views)
+
+
+def add(
+    cache: PrefixCache,
+    fingerprint: ModelFingerprint | None,
+    tokens: Tensor,
+    views: Sequence[Tensor],
+) -> None:
+    """Store copies of a text's tensors, if there is memory for them."""
+    if sum(view.nbytes for view in views) > limit():
+        return
+    try:
+        text = CachedText(tokens.cpu(), [view.clone() for view in views], owner())
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return
+    cache.add(text, fingerprint, limit())

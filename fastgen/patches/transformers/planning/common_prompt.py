@@ -17,6 +17,7 @@ from fastgen.decoding.kv_cache.common_prefix import have_common_prefix, is_on_th
 from fastgen.decoding.kv_cache.prefix_cache import KeysValues
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import recorded_verdict
+from fastgen.models.build.peft_layers import is_of_peft
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native.multistep_job import why_not_in_c
 from fastgen.ops import native
@@ -66,7 +67,7 @@ def alike_tokens(
         or getattr(config, "prefill_chunk_size", None) is not None
         or cache is None
         or compat.is_user_provided(cache)
-        or (mask is not None and mask.shape != input_ids.shape)
+        or (mask is not None and (mask.shape != input_ids.shape or not is_binary(mask)))
         or (positions is not None and positions.shape[1:] != input_ids.shape[1:])
     ):
         return 0
@@ -91,9 +92,30 @@ def supports(step: DecoderStep | None, kwargs: dict[str, Any]) -> bool:
     """Return whether the modules of a model can run common tokens once.
 
     Its decode step shows that they are the toolkit's own. A bias by distance counts slots, so
-    padding cannot follow the common tokens.
+    padding cannot follow the common tokens. Tokens must not see later ones, and a layer that
+    quantises its input may scale all tokens together.
     """
-    return step is not None and not (step.has_bias and padding_of(kwargs.get(_MASK)) is not None)
+    return (
+        step is not None
+        and not (step.has_bias and padding_of(kwargs.get(_MASK)) is not None)
+        and all(map(is_of_peft, step.called))
+        and all(_is_causal(module) for module in step.module.modules())
+    )
+
+
+def _is_causal(module: Any) -> bool:
+    """Return whether neither a module nor its config lets tokens see later ones."""
+    config = getattr(module, "config", None)
+    return (
+        getattr(module, "is_causal", True)
+        and getattr(config, "is_causal", True) is not False
+        and not getattr(config, "use_bidirectional_attention", None)
+    )
+
+
+def is_binary(mask: Tensor) -> bool:
+    """Return whether all values of a mask are 0 or 1."""
+    return mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all())
 
 
 def is_kept_apart(step: DecoderStep, rows: int, config: Any) -> bool:

@@ -84,7 +84,10 @@ def decide(
     common = (
         common_prompt.common_tokens(model, input_ids, config, kwargs, beams) if shares_prompt else 0
     )
-    few, reuses = None, shares_prompt and cached_prompt.limit() > 0
+    few, reuses = (
+        None,
+        shares_prompt and cached_prompt.may_use(model, input_ids, config, kwargs, beams),
+    )
     if reason is None and beams == 1 and method is None and not drafts:
         few = _reason_too_few(model, input_ids, config.max_length - input_ids.shape[1])
         reason = None if common or reuses else few
