@@ -121,16 +121,16 @@ def prefix_cache(*, bytes: int = 2**30) -> AbstractContextManager[Any]:  # noqa:
 
     A chat that sends its history again runs only what is new, and a system prompt runs once. This
     holds for decoder-only models of transformers whose decode steps fastgen reads from the weights.
-    All texts of a batch have to begin alike. The cache is emptied when a model's weights change.
+    All texts of a batch have to begin alike. The cache is emptied when a model changes.
     ``FASTGEN_PREFIX_CACHE=1GiB`` does the same for a whole process, and for all of its threads.
 
     Args:
-        bytes: Maximum size of the kept keys and values, of all models together. Those used least
-            recently are dropped.
+        bytes: Maximum size of the keys and values that this context keeps, of all models together.
+            Those used least recently are dropped.
 
     Returns:
-        A context manager. It yields an object whose ``hits`` counts the calls that have used the
-        cache, and ``tokens`` the tokens of a prompt that did not run again.
+        A context manager. It yields an object whose ``hits`` counts how often the cache had the
+        first tokens of prompts, or a source, and ``tokens`` how many tokens these were.
 
     Raises:
         TypeError: `bytes` is not an integer.

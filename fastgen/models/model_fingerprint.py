@@ -32,6 +32,10 @@ class ModelFingerprint(NamedTuple):
     states: tuple[object, ...]
     probes: Tensor
 
+    def with_options(self, *options: object) -> "ModelFingerprint":
+        """Return the fingerprint with more values that have to be equal."""
+        return self._replace(modules=(*self.modules, *options))
+
     def is_same(self, other: "ModelFingerprint | None") -> bool:
         """Return whether both are fingerprints of the same model in the same state."""
         return (

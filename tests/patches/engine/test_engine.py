@@ -675,9 +675,9 @@ def test_what_is_kept_is_released(sandbox: Sandbox) -> None:
     sandbox.run(
         """
         import fastgen
-        from fastgen.models.state import Kept, process_state
+        from fastgen.models.state import CachedState, process_state
         calls = []
-        class Cache(Kept):
+        class Cache(CachedState):
             def release(self):
                 calls.append("release")
                 return False

@@ -242,7 +242,7 @@ def test_a_call_that_would_not_draft_is_the_large_models_own(
     took = {count: drafting.counts[count] - before[count] for count in before}
     tokens = sum(len(hypothesis["tokens"]) for (hypothesis,) in rested)
     assert took == dict.fromkeys(took, 0) | {"tokens": tokens, "large_calls": tokens}
-    whole = timing._calls.alone
+    whole = timing._calls.without_drafts
     assert whole is not None
     assert whole * tokens > timing.total - spent, "the call takes longer than its steps"
 

@@ -34,9 +34,8 @@ def encode(
         or (fingerprint := model_fingerprint(module)) is None
     ):
         return run(ids, visible)
-    options = *fingerprint.modules, encoder.fingerprint, variables.settings().precision
-    cache = source_cache_of(module)
-    cache.validate(fingerprint._replace(modules=options))
+    cache, precision = source_cache_of(module), variables.settings().precision
+    cache.validate(fingerprint.with_options(encoder.fingerprint, precision))
     fingerprint = cache.model
     lengths = [ids.shape[1]] * len(ids) if visible is None else visible.sum(1).tolist()
     sources = [row[:length].cpu() for row, length in zip(ids, lengths, strict=True)]

@@ -106,9 +106,9 @@ class SharedStepper(ModuleStepper):
         self._steps = 0  # generated tokens in the cache before the last `verify`
         self._behind = 0  # replayed steps that `kwargs` do not count yet
         self.alone = plan.beams > 1 and has_own_attention(model)
-        self._prefill = SharedPrefill(model, plan, generation_config, step)
-        if step is not None and self._prefill.proven is not None and recorded_verdict(step):
-            self.of_weights = self._prefill.step = step_to_run(step)
+        self._shared_prefill = SharedPrefill(model, plan, generation_config, step)
+        if step is not None and self._shared_prefill.proven is not None and recorded_verdict(step):
+            self.of_weights = self._shared_prefill.step = step_to_run(step)
 
     @property
     def returned_cache(self) -> Any:
@@ -126,9 +126,9 @@ class SharedStepper(ModuleStepper):
 
     def _keep_prefix(self, tokens: Tensor) -> None:
         """Store the keys and values of the only sentence's first tokens (N,), as many as exist."""
-        if self._prefill.fingerprint is not None and self.cache is not None:
+        if self._shared_prefill.fingerprint is not None and self.cache is not None:
             layers = [(layer.keys, layer.values) for layer in self.cache.text]
-            self._prefill.keep(tokens[: self.cache.text[0].length], layers)
+            self._shared_prefill.keep(tokens[: self.cache.text[0].length], layers)
 
     def begin(self) -> bool:
         """Skip prefill: compute cross-attention KV, and reserve room for the prompt's only token.
@@ -140,12 +140,12 @@ class SharedStepper(ModuleStepper):
         """
         cache, step = self.cache, self.of_weights
         assert cache is not None
-        if not (step is not None and self._prefill.proven and recorded_verdict(step)):
+        if not (step is not None and self._shared_prefill.proven and recorded_verdict(step)):
             return False
         kwargs: dict[str, Any] = self.kwargs
-        if not self._prefill.is_first_token(cache, self.input_ids.shape[1], kwargs):
+        if not self._shared_prefill.is_first_token(cache, self.input_ids.shape[1], kwargs):
             return False
-        self._prefill.reserve(cache, kwargs["encoder_outputs"][0])
+        self._shared_prefill.reserve(cache, kwargs["encoder_outputs"][0])
         cache.begin_decoding()
         self.fused = FusedDecoder(step, self.model, cache, self.kwargs)
         return True
@@ -159,7 +159,7 @@ class SharedStepper(ModuleStepper):
                 self.input_ids, self.kwargs, self.plan.common, m
             )
         first = {name: _every(m, value) for name, value in self.kwargs.items()}
-        outputs = self._prefill(self.cache, ids, first)
+        outputs = self._shared_prefill(self.cache, ids, first)
         if self.plan.sentences == 1 and m > 1:
             self._keep_prefix(ids[0])
         self.cache.begin_decoding()

@@ -180,8 +180,7 @@ def _is_open(
         or (fingerprint := model_fingerprint(model)) is None
     ):
         return False
-    options = *fingerprint.modules, step.fingerprint
-    prefix_cache_of(model).validate(fingerprint._replace(modules=options))
+    prefix_cache_of(model).validate(fingerprint.with_options(step.fingerprint))
     return True
 
 

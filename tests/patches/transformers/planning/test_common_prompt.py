@@ -287,7 +287,7 @@ def test_a_step_that_differs_from_the_modules(beams: int) -> None:
     with fastgen.disabled():
         stock = model.generate(**kwargs)
     with pytest.MonkeyPatch.context() as patch:
-        name = "fastgen.patches.transformers.generate.shared_stepper.verdict"
+        name = "fastgen.patches.transformers.generate.shared_stepper.record_verdict"
         patch.setattr(name, lambda *_: "a reason")
         assert torch.equal(model.generate(**kwargs), stock)
     report = last_call()
@@ -328,7 +328,7 @@ def test_modules_that_go_on_alone() -> None:
             model = zoo.build("llama")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(
-                    "fastgen.patches.transformers.generate.shared_stepper.verdict",
+                    "fastgen.patches.transformers.generate.shared_stepper.record_verdict",
                     lambda *_: "a reason",
                 )
                 assert_same(model, prompts(padded) | {"max_new_tokens": 6, "num_beams": beams})
