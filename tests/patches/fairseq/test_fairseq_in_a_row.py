@@ -26,9 +26,7 @@ from tests.support import fairseq_zoo as zoo
 from tests.support.together import start_soon
 
 WITHOUT = {
-    "unk_penalty": "a score is changed",
-    "unk_bonus": "a score is changed",
-    "temperature": "so are all",
+    "temperature": "all scores are changed",
     "one_token": "there is no second step",
     **{name: "a search of fairseq's own" for name in OPTIONS if "search_strategy" in OPTIONS[name]},
 }

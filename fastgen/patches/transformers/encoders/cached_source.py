@@ -9,6 +9,7 @@ from fastgen import config as variables
 from fastgen.decoding.kv_cache.prefix_cache import SourceCache, source_cache_of
 from fastgen.models.model_fingerprint import model_fingerprint
 from fastgen.models.runtime.encoder import Encoder
+from fastgen.patches.transformers.encoders.encoder import lengths_of
 from fastgen.patches.transformers.planning.cached_prompt import add, limit, note_hit
 
 Encode = Callable[[Tensor, Tensor | None], Tensor]
@@ -37,7 +38,7 @@ def encode(
     cache, precision = source_cache_of(module), variables.settings().precision
     cache.validate(fingerprint.with_options(encoder.fingerprint, precision))
     fingerprint = cache.model
-    lengths = [ids.shape[1]] * len(ids) if visible is None else visible.sum(1).tolist()
+    lengths = [ids.shape[1]] * len(ids) if visible is None else lengths_of(visible)
     sources = [row[:length].cpu() for row, length in zip(ids, lengths, strict=True)]
     outputs: list[Any] = [_known(cache, source) for source in sources]
     missing = [row for row, output in enumerate(outputs) if output is None]

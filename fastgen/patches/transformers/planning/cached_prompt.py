@@ -49,7 +49,7 @@ class PrefixCacheUse:
 
 
 @contextmanager
-def prefix_caching(size: int) -> Generator[PrefixCacheUse]:
+def prefix_caching(size: Any) -> Generator[PrefixCacheUse]:
     """See `fastgen.prefix_cache`."""
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(f"bytes={size!r} is a {type(size).__name__}, and must be an int")

@@ -5,7 +5,7 @@ over a cache that holds the keys and values of the common tokens.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from fastgen.decoding.kv_cache.common_prefix import have_common_prefix, is_on_th
 from fastgen.decoding.kv_cache.prefix_cache import KeysValues
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import recorded_verdict
-from fastgen.models.build.peft_layers import is_of_peft
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native.multistep_job import why_not_in_c
 from fastgen.ops import native
@@ -92,22 +91,25 @@ def supports(step: DecoderStep | None, kwargs: dict[str, Any]) -> bool:
     """Return whether the modules of a model can run common tokens once.
 
     Its decode step shows that they are the toolkit's own. A bias by distance counts slots, so
-    padding cannot follow the common tokens. Tokens must not see later ones, and a layer that
-    quantises its input may scale all tokens together.
+    padding cannot follow the common tokens. The output of a token must depend on no later one.
     """
     return (
         step is not None
         and not (step.has_bias and padding_of(kwargs.get(_MASK)) is not None)
-        and all(map(is_of_peft, step.called))
-        and all(_is_causal(module) for module in step.module.modules())
+        and all(map(_runs_by_token, step.module.modules()))
     )
 
 
-def _is_causal(module: Any) -> bool:
-    """Return whether neither a module nor its config lets tokens see later ones."""
+def _runs_by_token(module: Any) -> bool:
+    """Return whether a module computes each token by itself and those before.
+
+    Attention may see later tokens, and dynamic quantisation scales all tokens of a forward
+    together.
+    """
     config = getattr(module, "config", None)
     return (
         getattr(module, "is_causal", True)
+        and not type(module).__module__.startswith("torch.ao.")
         and getattr(config, "is_causal", True) is not False
         and not getattr(config, "use_bidirectional_attention", None)
     )
@@ -184,7 +186,7 @@ def prefill(
     """
     once, common = DynamicCache(), plan.common
     for index, (keys, values) in enumerate(known):
-        once.update(keys, values, index)
+        cast(Any, once).update(keys, values, index)
     missing = common - once.get_seq_length()
     if missing:
         first = {name: value for name, value in kwargs.items() if name not in BY_TOKEN}
