@@ -66,6 +66,18 @@ def embedding_in(module: Any) -> Any:
     return base if isinstance(base, nn.Embedding) else None
 
 
+def inserts_tokens(model: nn.Module) -> bool:
+    """Return whether PEFT may insert embeddings before the tokens of any forward of `generate`.
+
+    Prompt tuning and its kind replace `prepare_inputs_for_generation` during a call. Prefix tuning
+    fills the KV cache instead.
+    """
+    peft = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config = getattr(peft, "active_peft_config", None)
+    kind = str(getattr(config, "peft_type", ""))
+    return bool(getattr(config, "is_prompt_learning", False)) and "PREFIX" not in kind
+
+
 def is_of_peft(module: nn.Module) -> bool:
     """Return whether a module's class, and its forward, are those of PEFT."""
     kind = type(module)

@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fastgen.models.build.introspection import reads_rows
+from fastgen.models.build.peft_layers import inserts_tokens
 from fastgen.models.routing.routes import touched_of
 from fastgen.models.specs.registry import spec_of
 from fastgen.models.state import CachedState, cached_state_of
@@ -80,8 +81,8 @@ def reason_not_to_share(
             is not None
         ):
             return reason
-    if (user_code := _reads_rows(model)) is not None:
-        return f"{user_code} may look at rows, or at the cache"
+    if (reason := _reason_of_code(model)) is not None:
+        return reason
     longest = longest_text(model, input_ids, config, kwargs)
     for part in configs_of(model):
         rope: dict[str, Any] = getattr(part, "rope_parameters", None) or {}
@@ -103,6 +104,14 @@ def reason_not_to_share(
     if attentions:
         return "output_attentions=True"
     return reason_not_to_resolve(model, kwargs)
+
+
+def _reason_of_code(model: Any) -> str | None:
+    """Return why code of others makes the rows of a model's forwards differ; None if none does."""
+    if inserts_tokens(model):
+        return "PEFT inserts embeddings before the tokens of a forward"
+    user_code = _reads_rows(model)
+    return None if user_code is None else f"{user_code} may look at rows, or at the cache"
 
 
 def reason_of_family(

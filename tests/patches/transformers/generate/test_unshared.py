@@ -437,3 +437,17 @@ def test_a_mask_that_is_longer_than_the_text(options: dict[str, Any]) -> None:
         model, kwargs | {"inputs_embeds": embeds, "attention_mask": mask, CACHE: DynamicCache()}
     )
     assert any("a mask of 8 tokens for a text of 6" in reason for reason in left_off() - before)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_prompt_tuning(family: str, beams: int) -> None:
+    """PEFT may insert its embeddings in every forward, as in stock."""
+    peft = pytest.importorskip("peft")
+    tuned = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = peft.get_peft_model(zoo.build(family), tuned).double().eval()
+    kwargs = zoo.batch(model.base_model, 3, 9) | {"num_beams": beams, "max_new_tokens": 6}
+    assert_same(model, kwargs)
+    call = last_call()
+    assert call is not None
+    assert not call.plan.shared
