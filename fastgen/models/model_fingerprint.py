@@ -1,6 +1,6 @@
 """Fingerprint of a model: tells whether results of an earlier call are still valid."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -62,10 +62,7 @@ def model_fingerprint(model: nn.Module) -> ModelFingerprint | None:
     if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
         return None
     modules = tuple((type(module), *_options(module)) for module in model.modules())
-    probes = [probe for tensor in tensors if (probe := _probe(tensor)) is not None]
-    empty = torch.empty(0, dtype=torch.float64, device="cpu")
-    bits = (torch.cat(probes) if probes else empty).view(torch.int64)
-    return ModelFingerprint(modules, tensors, tuple(map(_state, tensors)), bits)
+    return ModelFingerprint(modules, tensors, tuple(map(_state, tensors)), _probes(tensors))
 
 
 _TORCHS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -73,7 +70,8 @@ _TORCHS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 def _options(module: nn.Module) -> Iterator[object]:
     for name, value in vars(module).items():
-        if name not in _TORCHS and not isinstance(value, Routed):
+        is_empty = value is None or (isinstance(value, dict) and not value)  # most hooks
+        if not is_empty and name not in _TORCHS and not isinstance(value, Routed):
             yield name, _option(value)
 
 
@@ -94,8 +92,19 @@ def _state(tensor: Tensor) -> object:
     return tensor.data_ptr(), version, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+def _probes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the bits of some elements of each tensor whose elements can be read, (N,) int64."""
+    views: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if (probe := _probe(tensor)) is not None:
+            views.setdefault((probe.dtype, probe.device), []).append(probe)
+    probes = [torch.cat(group).double().cpu() for group in views.values()]
+    empty = torch.empty(0, dtype=torch.float64, device="cpu")
+    return torch.cat([empty, *probes]).view(torch.int64)
+
+
 def _probe(tensor: Tensor) -> Tensor | None:
-    """Return some elements as fp64 on the CPU; None for a tensor without any that can be read."""
+    """Return a view of some elements; None for a tensor without any that can be read."""
     if not (tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided):
         return None
     flat = tensor.detach()
@@ -103,4 +112,4 @@ def _probe(tensor: Tensor) -> Tensor | None:
         if not (flat.dim() == 2 and flat.T.is_contiguous()):
             return None
         flat = flat.T
-    return flat.reshape(-1)[:: -(-flat.numel() // PROBES)].double().cpu()
+    return flat.view(-1)[:: -(-flat.numel() // PROBES)]
