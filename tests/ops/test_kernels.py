@@ -894,7 +894,7 @@ def _check_rotation(
                 keys.double(), ops.rotated(key.double(), exact)[:, :, None], start
             )
             wanted_values = cache.write_slots_reference(values, value[:, :, None], start)
-            with _Watched(query, key, value, turn=1):
+            with _Watched(query, key, value, rotate=1):
                 found = ops.rotate_into_slots_(query, key, value, turn, keys, values, start)
             _close(found, ops.rotated(query, turn), ops.rotated(query.double(), exact), 1e-6)
             _close(keys, wanted_keys, exact_keys, 1e-6)
