@@ -157,7 +157,7 @@ API = (
     (
         "Prefix cache",
         (
-            "Within `prefix_cache`, prompts reuse keys and values of earlier ones "
+            "Within `prefix_cache`, prompts reuse keys and values of earlier ones\n"
             "([details](kv-cache.md#prompts-that-continue-earlier-ones))."
         ),
         ("prefix_cache",),

@@ -12,6 +12,9 @@ from fastgen.models.routing.instance import Routed
 PROBES = 64
 """Elements of each tensor that are compared, to notice writes through `.data`."""
 
+PROBED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of the tensors of which elements are compared."""
+
 MOST = 64
 """Maximum number of elements of a container that is compared."""
 
@@ -56,10 +59,10 @@ def model_fingerprint(model: nn.Module) -> ModelFingerprint | None:
     change a tensor's version. They are noticed if they reach one of the probed elements.
 
     Returns:
-        The fingerprint; None if a weight is of a class whose state is unknown.
+        The fingerprint; None if a weight is offloaded, or of a class whose state is unknown.
     """
     tensors = (*model.parameters(), *model.buffers())
-    if any(type(each) not in (Tensor, nn.Parameter) for each in tensors):
+    if any(type(each) not in (Tensor, nn.Parameter) or each.is_meta for each in tensors):
         return None
     modules = tuple((type(module), *_options(module)) for module in model.modules())
     return ModelFingerprint(modules, tensors, tuple(map(_state, tensors)), _probes(tensors))
@@ -105,7 +108,7 @@ def _probes(tensors: Sequence[Tensor]) -> Tensor:
 
 def _probe(tensor: Tensor) -> Tensor | None:
     """Return a view of some elements; None for a tensor without any that can be read."""
-    if not (tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided):
+    if not (tensor.dtype in PROBED and tensor.numel() and tensor.layout is torch.strided):
         return None
     flat = tensor.detach()
     if not flat.is_contiguous():

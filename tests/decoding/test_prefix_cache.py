@@ -23,8 +23,9 @@ from fastgen.ops import native
 from fastgen.patches.generation_call import current
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate.report import last_call
-from fastgen.patches.transformers.planning import cached_prompt, common_prompt
+from fastgen.patches.transformers.planning import cached_prompt
 from tests.models.test_in_c import _wide  # noqa: F401  a fixture: heads that C can attend with
+from tests.patches.transformers.planning.test_common_prompt import forwards  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
 
@@ -36,23 +37,6 @@ LIMIT = 2**28
 def _however_small_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common_prefix, "SAVED", 0)
     monkeypatch.setattr(cached_prompt, "SAVED", 0)
-
-
-@pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return the shapes of the token ids that run while a prompt that begins with known ones is."""
-    shapes: list[tuple[int, ...]] = []
-    prefill = common_prompt.prefill
-
-    def recorded(model: Any, *args: Any) -> Any:
-        embeddings = model.get_input_embeddings()
-        with embeddings.register_forward_hook(
-            lambda module, inputs, output: shapes.append(tuple(inputs[0].shape))
-        ):
-            return prefill(model, *args)
-
-    monkeypatch.setattr(common_prompt, "prefill", recorded)
-    return shapes
 
 
 def _prompt(count: int, seed: int = 0, first: Tensor | None = None) -> Tensor:
@@ -75,7 +59,7 @@ def _stock(model: Any, **kwargs: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_chat(family: str, forwards: list[tuple[int, ...]]) -> None:
+def test_a_chat(family: str, forwards: list[tuple[int, ...]]) -> None:  # noqa: F811
     """Each turn sends the whole history; only the new tokens run."""
     model, history = zoo.build(family), _prompt(40)
     with fastgen.prefix_cache(bytes=LIMIT) as use:
@@ -338,6 +322,15 @@ def test_a_weight_of_another_class() -> None:
 
     model = zoo.build("llama")
     model.model.norm.weight = Weight(model.model.norm.weight.detach())
+    with fastgen.prefix_cache(bytes=LIMIT):
+        for _ in range(2):
+            assert_same(model, {"input_ids": _prompt(50), "max_new_tokens": 4})
+        assert _cached() == 0
+
+
+def test_a_part_that_is_offloaded() -> None:
+    model = zoo.build("llama")
+    model.vision = nn.Linear(2, 2, device="meta")
     with fastgen.prefix_cache(bytes=LIMIT):
         for _ in range(2):
             assert_same(model, {"input_ids": _prompt(50), "max_new_tokens": 4})

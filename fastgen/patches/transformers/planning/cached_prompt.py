@@ -126,25 +126,13 @@ def use_of(
         return CacheUse(0, False)
     # The slots of a padded text are not in the order of its tokens.
     keeps = len(input_ids) > beams or padding_of(kwargs.get(common_prompt.BY_TOKEN[0])) is None
-    return CacheUse(_cached_tokens(model, step, input_ids, config, kwargs, beams), keeps)
-
-
-def _cached_tokens(
-    model: Any,
-    step: DecoderStep | None,
-    input_ids: Tensor,
-    config: Any,
-    kwargs: dict[str, Any],
-    beams: int,
-) -> int:
-    """Return how many first tokens of all prompts have keys and values in the cache; 0 for none."""
     most = common_prompt.alike_tokens(model, input_ids, config, kwargs, beams)
     if not most:
-        return 0
+        return CacheUse(0, keeps)
     count = prefix_cache_of(model).find(_first_tokens(input_ids, kwargs, most))[1]
     width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 0)
     pays = count * common_prefix.SHARE >= input_ids.shape[1] and count * width >= SAVED
-    return count if pays else 0
+    return CacheUse(count if pays else 0, keeps)
 
 
 SAVED = 16384

@@ -66,14 +66,16 @@ def alike_tokens(
         or getattr(config, "prefill_chunk_size", None) is not None
         or cache is None
         or compat.is_user_provided(cache)
-        or (mask is not None and (mask.shape != input_ids.shape or not is_binary(mask)))
+        or (mask is not None and mask.shape != input_ids.shape)
         or (positions is not None and positions.shape[1:] != input_ids.shape[1:])
     ):
         return 0
     ids = input_ids[::beams]
     mask, positions = (None if each is None else each[::beams] for each in (mask, positions))
     padding = padding_of(mask)
-    if not have_common_prefix(ids, padding) or (
+    if not have_common_prefix(ids, padding) or (mask is not None and not is_binary(mask)):
+        return 0
+    if (
         padding is not None
         and mask is not None
         and (
