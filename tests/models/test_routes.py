@@ -309,6 +309,20 @@ def test_routes_of_inputs_that_do_not_fit(net: Net, inputs: int) -> None:
             net.first(_randn(400, inputs, seed=0))
 
 
+def test_products_of_many_rows_pack_sooner(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows save the time of packing in one product."""
+    monkeypatch.setattr(processor, "mkl_is_native", lambda: False)
+    kind = packed_weights.Packed
+    enough = (kind.uses_to_pack - 1) * kind.rows_per_use
+    for rows, times in ((enough, 1), (enough // 2, 2)):
+        packed_weights.release()
+        with torch.no_grad(), routes.routed(net):
+            for call in range(times):
+                assert packed_weights.packed_bytes() == 0, (rows, call)
+                net.first(_randn(rows, 320, seed=0))
+            assert packed_weights.packed_bytes() == 4 * 320 * 640
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_of_many_rows_write_to_memory_that_is_there(
     net: Net, transposed: bool, monkeypatch: pytest.MonkeyPatch

@@ -73,10 +73,10 @@ class ExpertProducts(Packable):
         self.entry = None
         self.always = config.settings().linear == "packed"
 
-    def in_panels(self) -> Any:
-        """Return the weights as a step in C reads them; None where they are not packed."""
+    def in_panels(self, rows: int = 1) -> Any:
+        """Return the weights as C reads them for this many rows; None where they are not packed."""
         weight = self.module.weight
-        return self._copy(weight, weight.flatten(0, 1))
+        return self._copy(weight, weight.flatten(0, 1), rows)
 
 
 def is_plain(weight: Tensor) -> bool:

@@ -85,12 +85,12 @@ class Packable:
     always: bool
     entry: Packed | None
 
-    def _copy(self, weight: Tensor, plain: Tensor) -> Any:
+    def _copy(self, weight: Tensor, plain: Tensor, rows: int) -> Any:
         """Return the packed weight, packing it if it is used often; None where there is none."""
         entry = self.entry
         if entry is None or entry.is_stale(weight):
             entry = self.entry = packed_of(self.module, self.copies)
-        copy = entry.copied(weight, plain, always=self.always)
+        copy = entry.copied(weight, plain, self.always, rows)
         suits = copy is not None and ops.suits(copy, self.outputs, self.inputs)
         return copy if suits else None
 
@@ -167,13 +167,14 @@ class Linear(Routed, Packable):
         ):
             return None
         plain = weight.t() if self.transposed else weight
-        copy = self._copy(weight, plain) if x.numel() <= self.most else None
+        rows = x.numel() // self.inputs
+        copy = self._copy(weight, plain, rows) if x.numel() <= self.most else None
         return plain if copy is None and self._is_large(x) else copy
 
-    def in_panels(self) -> Any:
-        """Return the weight as a step in C reads it; None where it is not packed that way."""
+    def in_panels(self, rows: int = 1) -> Any:
+        """Return the weight as C reads it for this many rows; None where it is not packed so."""
         weight = self.module.weight
-        return self._copy(weight, weight.t() if self.transposed else weight)
+        return self._copy(weight, weight.t() if self.transposed else weight, rows)
 
 
 class Int8Linear(Linear):

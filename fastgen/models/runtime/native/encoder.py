@@ -56,7 +56,7 @@ class NativeEncoder:
         supported = lambda: (  # noqa: E731
             self._covers(x, stream, sentences)
             and records.fits(x, stream)
-            and records.ready(by, lambda _: 0)
+            and records.ready(by, lambda _: 0, len(x))
         )
         if not in_c(select_backend("encoder", unsupported, supported, x)):
             return None

@@ -204,12 +204,13 @@ class Records:
         )
         return fits and widths_match and norm_fits(sublayer.norm, self.width, self.dtype)
 
-    def ready(self, by: native.Library, source_heads: Callable[[int], int]) -> bool:
+    def ready(self, by: native.Library, source_heads: Callable[[int], int], rows: int = 1) -> bool:
         """Build the records for a library, unless they are up to date.
 
         Args:
             by: The native library.
             source_heads: Returns the number of cross-attention key heads of a layer.
+            rows: Rows of the call, which decide whether weights are packed for it.
 
         Returns:
             Whether there are records of the current weights.
@@ -226,7 +227,8 @@ class Records:
             return False
         modules = [product.module for product in self.products]
         # Asks for all panels, as each request counts as a use of the weight.
-        panels = [each for product in self.products if (each := product.in_panels()) is not None]
+        found = [product.in_panels(rows) for product in self.products]
+        panels = [each for each in found if each is not None]
         sizes = [(panel.outputs, panel.inputs) for panel in panels]
         if sizes != [(product.outputs, product.inputs) for product in self.products]:
             return False
