@@ -3,7 +3,7 @@
 import functools
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
@@ -28,26 +28,19 @@ from fastgen.patches.transformers.drafting.drafting import drafting_of
 from fastgen.patches.transformers.encoders import unpadded_encoder
 from fastgen.patches.transformers.generate import legacy_loops, legacy_search
 from fastgen.patches.transformers.generate.loop_call import Call
-from fastgen.patches.transformers.generate.resolve_setting import rows_at_most, setting_of
+from fastgen.patches.transformers.generate.resolve_setting import setting_of
 from fastgen.patches.transformers.generate.searches import decoding_of
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.generate.stopping_criteria import (
     normalized_config,
 )
 from fastgen.patches.transformers.introspection import parity
-from fastgen.patches.transformers.planning import first_call
+from fastgen.patches.transformers.planning import first_call, small_call
 from fastgen.patches.transformers.planning.decide import decide, method_named
 from fastgen.patches.transformers.streaming import beam_streamer, split, suspend
 from fastgen.patches.transformers.streaming.suspend import SuspendedDecode
 
 _Original = Callable[..., Any]
-
-TOO_FEW, TOO_NARROW = 64, 256
-"""Limits of calls that are too small to route: rows of a matrix product, and hidden size.
-
-With one new token, the products of such a call take microseconds; a pass over the model's layers
-takes a millisecond.
-"""
 
 
 def generate(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,14 +93,11 @@ def _as_asked(
 
 def _accelerated(original: _Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     spec, drafting = spec_of(self.config), call_of(self).drafting
-    rows = rows_at_most(self, args, kwargs)
+    if small_call.is_too_small(self, args, kwargs):
+        engine.note_skipped("transformers.generate", small_call.REASON)
+        with engine.disabled():
+            return original(self, *args, **kwargs)
     resolves = kwargs.get("custom_generate") is None  # it interprets the options itself
-    if drafting is None and _is_too_small(self, rows, kwargs):
-        with (
-            engine.running("generate"),
-            requesting(self, resolves_legacy_modes=resolves, skips_padding=False),
-        ):
-            return split.generate(original, self, *args, **beam_streamer.wrapped(self, kwargs))
     skips = unpadded_encoder.skips_padding(
         self, kwargs, tokens_alone=drafting is not None and not drafting.options.beams
     )
@@ -130,18 +120,6 @@ def compiled_call(original: _Original, self: Any, compile_config: Any) -> Any:
     withdraw(self)
     engine.hit("transformers.compiled_call")
     return original(self, compile_config)
-
-
-def _is_too_small(model: Any, rows: int | None, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call is too small for routing its layers to pay."""
-    width: Any = getattr(model.config, "hidden_size", None)
-    narrow = isinstance(width, int) and width <= TOO_NARROW
-    return (
-        narrow
-        and rows is not None
-        and rows <= TOO_FEW
-        and setting_of(model, kwargs, "max_new_tokens") == 1
-    )
 
 
 def beam_search(

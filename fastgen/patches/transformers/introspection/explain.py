@@ -39,6 +39,7 @@ from fastgen.patches.transformers.introspection.prepared import (
     prepare,
     without_wrappers,
 )
+from fastgen.patches.transformers.planning import small_call
 from fastgen.patches.transformers.planning.decide import decide
 from fastgen.patches.transformers.planning.sharing import held_before
 
@@ -165,6 +166,8 @@ def explain(model: Any, **generate_kwargs: Any) -> Explanation:
             _check_patch("transformers.sample")
             return _of_two_models(bare, two_models, linears, generate_kwargs)
         prepared = prepare(bare, model, generate_kwargs)
+        if small_call.is_too_small(bare, (), generate_kwargs):
+            raise Unsupported(small_call.REASON)
         with torch.no_grad(), _as_in_generate(bare):
             plan, step = decide(
                 bare,
