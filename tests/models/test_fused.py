@@ -263,15 +263,6 @@ def test_what_is_put_on_modules(what: str) -> None:
     assert not_shared(f"{what} may look at rows, or at the cache") in call.plan.left_off
 
 
-def test_a_model_of_which_the_text_alone_has_a_spec() -> None:
-    kwargs = {"inputs": torch.randint(4, 90, (3, 7)), "num_beams": 3, "max_new_tokens": 8}
-    # What newer releases of transformers pass to such a model is looked at first.
-    reasons = "the model gets mm_encoder_outputs", "there is no spec of model type 'llava'"
-    (reason,) = _left_off(zoo.seeing(), kwargs)
-    assert reason in map(by_modules, reasons)
-    assert not _fused()
-
-
 def test_layers_one_after_the_other() -> None:
     """GPT-NeoX has both forms, and its config selects one."""
     config = _build("gpt_neox").config

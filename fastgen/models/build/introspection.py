@@ -84,6 +84,7 @@ def check_unread(
     """
     along = [found for path in paths for found in _along(model, path)]
     decoder = at(model, paths[0])
+    around = _along(model, paths[0])[:-1]  # their own parameters are for prompts, if for anything
     parts = [*along, *(part for path in paths for part in modules_of(at(model, path)))]
     check_plain(parts, () if called else (model, decoder))
     for module in parts:
@@ -94,10 +95,12 @@ def check_unread(
             continue
         if type(module).__module__.partition(".")[0] not in TOOLKITS:
             raise NotFused(f"{name_of(module)} is a class of its own")
+        if module in around:
+            continue
         parameter = next((n for n, p in module._parameters.items() if p is not None), None)
         if parameter is not None or not module._modules:
-            around = at(model, paths[0]) if module not in along else model
-            name = next(name for name, part in around.named_modules() if part is module)
+            whole = decoder if module not in along else model
+            name = next(name for name, part in whole.named_modules() if part is module)
             where = name if parameter is None else f"{name}.{parameter}"
             raise NotFused(f"a part of its own, {where}")
 

@@ -25,6 +25,7 @@ from fastgen.models.build.introspection import (
 from fastgen.models.build.layer_reader import LayerReader
 from fastgen.models.build.peft_layers import (
     embedding_in,
+    is_of_peft,
 )
 from fastgen.models.layers import activation
 from fastgen.models.layers.experts import ExpertProducts, Experts, Routing, is_plain
@@ -179,7 +180,8 @@ class StackReader(LayerReader):
     def experts(self, layer: Any, names: ExpertsSpec) -> tuple[Experts, Product]:
         """Return a mixture of experts, and its output projection."""
         module = at(layer, names.module)
-        self.read.update(module.modules())
+        self.read.update(parts := list(module.modules()))
+        self.free.update(part for part in parts if is_of_peft(part))
         if any(parameter.is_meta for parameter in module.parameters()):
             raise NotFused("weights that are offloaded")
         return Experts(module, self.routing(layer, names)), Identity(self.width)
@@ -189,6 +191,8 @@ class StackReader(LayerReader):
         if names.normalised is None:
             return None
         router, experts = at(layer, names.router), at(layer, names.experts)
+        if is_of_peft(router) or is_of_peft(experts):
+            return None
         held = [experts._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
         kind = activation.kind(getattr(experts, "act_fn", None))
         if kind is None or not (
@@ -267,12 +271,14 @@ class StackReader(LayerReader):
         )  # fmt: skip
 
     def cross_attention(self, module: Any, names: Attention) -> CrossAttention:
-        dims, query = getattr(module, names.head_dim), at(module, names.qkv[0])
+        inner, query = at(module, names.inner), at(module, names.qkv[0])
         makers = [at(module, name) for name in names.qkv[1:]]
-        plain = len(makers) == 2 and all(map(self.is_product, [*map(self.opened, makers)]))
+        plain = [*map(self.is_product, map(self.opened, makers))] == [True, True]
         if not plain:  # They run within the model's own attention, before the first step.
             self.free.update(part for maker in makers for part in maker.modules())
-        scale, asks = float(names.scale(module)), self.product(query)
+        dims, scale, asks = (
+            getattr(inner, names.head_dim), float(names.scale(inner)), self.product(query),
+        )  # fmt: skip
         self.fingerprint += (dims, scale)
         return CrossAttention(
             asks, asks.outputs // dims, dims, scale,

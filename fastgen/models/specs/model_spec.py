@@ -178,6 +178,7 @@ class Positions:
         length_arguments: Names, across releases, of the forward parameter that passes the number of
             cached tokens to the position embedding; empty where it needs none.
         count: Config attribute with the number of positions, where no table limits it.
+        begin: Position of the first token, where `generate` counts from 0.
         skips_padding: Whether positions count only the tokens that the decoder prompt's mask shows.
         alibi: Returns a stack's (H, L) bias of attention scores for L positions; None for none.
         alibi_by_key: Whether `alibi` is indexed by the position of a key, not by its distance.
@@ -188,6 +189,7 @@ class Positions:
     padding: Literal["own", "previous"] | None = None
     length_arguments: tuple[str, ...] = ()
     count: str | None = None
+    begin: int = 0
     skips_padding: bool = False
     alibi: Callable[[Any, int], Tensor] | None = None
     alibi_by_key: bool = False
@@ -280,8 +282,12 @@ class ModelSpec:
         masks_prompt: Whether decode steps of an encoder-decoder apply the mask of the decoder
             prompt.
         masks_source: Whether the model's attention mask masks the source.
+        source_mask: Returns the mask (B, S) of the encoder's output for a model, its attention mask
+            and S; None where both masks are the same.
         prepares_inputs: Whether the model overrides the preparation of its inputs in a way that
             does not change decode steps.
+        prompts_only: Names of the forward's arguments that matter for prompts alone, such as
+            images.
         generates_segments: Whether its own `generate` calls transformers' once per audio segment.
         variant: Returns the spec for a config, where the config selects one of several forms; None
             where there is one form.
@@ -294,7 +300,9 @@ class ModelSpec:
     mask_token: Callable[[Any], int] | None = None
     masks_prompt: bool = True
     masks_source: bool = True
+    source_mask: Callable[[Any, Tensor, int], Tensor] | None = None
     prepares_inputs: bool = False
+    prompts_only: frozenset[str] = frozenset()
     generates_segments: bool = False
     variant: "Callable[[ModelSpec, Any], ModelSpec] | None" = None
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from fastgen.models.specs.combined import combined_spec
 from fastgen.models.specs.decoder_only import DECODER_ONLY
 from fastgen.models.specs.encoder_decoder import ENCODER_DECODER
 from fastgen.models.specs.encoder_only import ENCODER_ONLY
@@ -23,4 +24,6 @@ ENCODERS: dict[str, Stack] = {
 def spec_of(config: Any) -> ModelSpec | None:
     """Return the spec of a model by its config; None for an unsupported one."""
     spec = SPECS.get(getattr(config, "model_type", ""))
-    return spec if spec is None or spec.variant is None else spec.variant(spec, config)
+    if spec is None:
+        return combined_spec(config)
+    return spec if spec.variant is None else spec.variant(spec, config)

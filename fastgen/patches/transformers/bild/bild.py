@@ -44,6 +44,7 @@ from fastgen.patches.transformers.generate.loop_call import Call
 from fastgen.patches.transformers.generate.report import note_served
 from fastgen.patches.transformers.generate.shared_stepper import SharedStepper
 from fastgen.patches.transformers.generate.stopping_criteria import stop_of, unknown_criterion
+from fastgen.patches.transformers.planning import images
 from fastgen.patches.transformers.planning.decide import decide
 from fastgen.patches.transformers.planning.row_removal import looks_at_rows
 from fastgen.patches.transformers.planning.supported import check_model
@@ -286,6 +287,8 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
     kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
     if compat.is_user_provided(compat.cache_of(kwargs)):
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {IS_USER_PROVIDED}")
+    if kwargs.get(images.ENCODED):
+        raise ValueError(f"big-little decoding of {type(call.model).__name__}: {images.GIVEN}")
     try:
         plan, step = decide(
             call.model,

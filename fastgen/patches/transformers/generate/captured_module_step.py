@@ -22,6 +22,7 @@ from fastgen.models.cuda_graphs.replay import not_captured
 from fastgen.models.layers.attention import BeamAttention
 from fastgen.models.memory import scratch
 from fastgen.models.routing.routes import modules_of
+from fastgen.models.specs.registry import spec_of
 from fastgen.models.state import CachedState, cached_state_of, state_of
 from fastgen.patches.generation_call import in_step
 from fastgen.patches.transformers import compat
@@ -246,11 +247,18 @@ class CapturedModules:
             raise RuntimeError(
                 f"{attention.attended} of {cache.layers} layers take their keys from there"
             )
-        if cache.source and setting.kwargs.get("attention_mask") is not None:
+        if cache.source and reads_source_mask(self.model, setting.kwargs):
             # Reuse the prepared mask. To detect that nothing is padded, transformers would
             # synchronize with the device in every step.
             setting.kwargs["attention_mask"] = attention.source_mask
         return outputs.logits[:, -1].float()
+
+
+def reads_source_mask(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a forward takes the prepared source mask in place of `attention_mask`."""
+    spec = spec_of(model.config)
+    known = spec is not None and spec.masks_source and spec.source_mask is None
+    return known and kwargs.get("attention_mask") is not None
 
 
 def of_steps(model: Any) -> list[nn.Module]:

@@ -111,14 +111,17 @@ def check_arguments(model: Any, generation_config: Any, kwargs: dict[str, Any]) 
     )
     if by_default or (returned and generation_config.return_dict_in_generate):
         raise NotFused("hidden states or attentions are returned")
+    spec = spec_of(model.config)
+    prompts_only = frozenset[str]() if spec is None else spec.prompts_only
     arguments = _ARGUMENTS[bool(model.config.is_encoder_decoder)] | _OF_LOOP
     for name, value in kwargs.items():
-        if name in _NOT_FORWARDED:
+        if name in _NOT_FORWARDED or name in prompts_only:
             continue
         if value is not None and value != {} and name not in arguments:
             raise NotFused(f"the model gets {name}")
-        # `inputs_embeds` belong to the prompt only.
-        if isinstance(value, Tensor) and value.dim() != 2 and name != "inputs_embeds":
+        # `inputs_embeds` belong to the prompt only, and images have positions of three dimensions.
+        any_form = name == "inputs_embeds" or (name == "position_ids" and prompts_only)
+        if isinstance(value, Tensor) and value.dim() != 2 and not any_form:
             raise NotFused(f"{name} has {value.dim()} dimensions")
 
 
@@ -169,14 +172,9 @@ class FusedDecoder:
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         spec = spec_of(model.config)
         assert spec is not None  # as there is a step
-        names = (
-            ("decoder_attention_mask", "attention_mask")
-            if self.encoder_decoder
-            else ("attention_mask", "")
-        )
-        text, source = (kwargs.get(name) for name in names)
+        text = kwargs.get("decoder_attention_mask" if self.encoder_decoder else "attention_mask")
         text = text if spec.masks_prompt else None
-        source = source if spec.masks_source else None
+        source = _mask_of_source(model, kwargs) if self.encoder_decoder else None
         positions = kwargs.get("position_ids")
         if source is not None and spec.prefix_lm:  # it may be padded on either side
             text = torch.nn.functional.pad(source, (0, self.prefix - source.shape[1]), value=1)
@@ -189,8 +187,9 @@ class FusedDecoder:
         )
         self.source_mask = None if source is None else _additive(source[:: cache.beams], step.dtype)
         counted = None if text is None else text[:, : self.prefix].sum(1, keepdim=True)
-        skips_padding = spec.decoder.positions.skips_padding or step.counts_padding
-        self.first = self._first(counted if skips_padding else positions)
+        places = spec.decoder.positions
+        skips_padding = places.skips_padding or step.counts_padding
+        self.first = self._first(counted if skips_padding else positions) + places.begin
         self.seeing = bool(kwargs.get("output_hidden_states"))  # whether `hidden` is needed
         self.hidden: Tensor | None = None
         replayed = graph.enabled(cache.text[0].own[0]) and not self.seeing
@@ -329,6 +328,10 @@ class FusedDecoder:
         """Return the position of the first token after the prompt; (B,) if sentences differ."""
         if position_ids is None:
             return self.prefix
+        if position_ids.dim() > 2:  # by time, height and width, which are equal behind images
+            if not bool((position_ids[-3:, :, -1] == position_ids[-1, :, -1]).all()):
+                raise NotFused("multimodal position ids")
+            position_ids = position_ids[-1]
         first = position_ids[:: self.cache.beams, -1]
         return int(first[0]) if bool((first == first[0]).all()) else first
 
@@ -348,9 +351,19 @@ def source_mask(model: Any, kwargs: Mapping[str, Any], dtype: torch.dtype) -> Te
     Args:
         kwargs: Arguments of the model's forward.
     """
+    mask = _mask_of_source(model, kwargs)
+    return None if mask is None else _additive(mask, dtype)
+
+
+def _mask_of_source(model: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the mask (R, S) of the encoder's output, true where visible; None for none."""
     mask, spec = kwargs.get("attention_mask"), spec_of(model.config)
     assert spec is not None  # as there is a step
-    return None if mask is None or not spec.masks_source else _additive(mask, dtype)
+    if mask is None or not spec.masks_source:
+        return None
+    if spec.source_mask is None:
+        return mask
+    return spec.source_mask(model, mask, kwargs["encoder_outputs"][0].shape[1])
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:

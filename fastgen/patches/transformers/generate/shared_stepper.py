@@ -33,12 +33,15 @@ from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.drafting.rounded_stepper import RoundedStepper
-from fastgen.patches.transformers.generate.captured_module_step import CapturedModules
+from fastgen.patches.transformers.generate.captured_module_step import (
+    CapturedModules,
+    reads_source_mask,
+)
 from fastgen.patches.transformers.generate.fused_decoder import FusedDecoder
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.report import CallReport
 from fastgen.patches.transformers.generate.shared_prefill import SharedPrefill
-from fastgen.patches.transformers.planning import common_prompt
+from fastgen.patches.transformers.planning import common_prompt, images
 from fastgen.patches.transformers.planning.decide import reason_not_to_capture
 from fastgen.patches.transformers.planning.sharing import (
     MODULES_CANNOT,
@@ -158,7 +161,9 @@ class SharedStepper(ModuleStepper):
             ids, self.kwargs = common_prompt.common_first(
                 self.input_ids, self.kwargs, self.plan.common, m
             )
-        first = {name: _every(m, value) for name, value in self.kwargs.items()}
+        images_once = images.once_per_sentence(self.model, self.input_ids, self.kwargs, m)
+        others = {name: each for name, each in self.kwargs.items() if name not in images_once}
+        first = {name: _every(m, value) for name, value in others.items()} | images_once
         outputs = self._shared_prefill(self.cache, ids, first)
         if self.plan.sentences == 1 and m > 1:
             self._keep_prefix(ids[0])
@@ -452,7 +457,7 @@ class SharedStepper(ModuleStepper):
         if first and attention.attended != cache.layers:
             self._go_on_unshared(cache, given)
             return super()._forward(ids)
-        if first and cache.source and self.kwargs.get("attention_mask") is not None:
+        if first and cache.source and reads_source_mask(self.model, self.kwargs):
             # Reuse the prepared mask. To detect that nothing is padded, transformers would
             # synchronize with the device in every step.
             self.kwargs["attention_mask"] = attention.source_mask

@@ -122,7 +122,7 @@ def _arguments_of(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _probe(model: Any, generation_config: Any) -> Any:
-    """Return a copy of the model that shares its attributes; `generate` runs no forward on it."""
+    """Return a copy of the model that shares its attributes; `generate` runs no decoder on it."""
 
     def get_encoder(_: Any, *args: Any, **kwargs: Any) -> _Encoder:
         return _Encoder(model.get_encoder(*args, **kwargs))
@@ -270,7 +270,10 @@ class _Silent(BaseStreamer):
 
 
 class _Encoder:
-    """Stand-in for an encoder whose outputs have the right length and take no memory."""
+    """Stand-in for an encoder whose outputs have the right length and take no memory.
+
+    An encoder of images or sound runs on one row, as its config does not tell the length.
+    """
 
     def __init__(self, encoder: Any) -> None:
         self.encoder = encoder
@@ -278,10 +281,14 @@ class _Encoder:
         self._hf_hook = SimpleNamespace()  # accelerate sets an attribute on it
 
     def __call__(self, **inputs: Any) -> BaseModelOutput:
-        names = ("input_features", "inputs_embeds", "input_ids")
+        names = ("input_features", "inputs_embeds", "input_ids", "pixel_values", "input_values")
         name = next(name for name in names if inputs.get(name) is not None)
         rows, length = inputs[name].shape[:2]
-        if name == "input_features":  # speech, where all segments have one length
-            length = self.encoder.config.max_source_positions
+        positions = getattr(self.encoder.config, "max_source_positions", None)
+        if name == "input_features" and positions is not None:  # all segments have one length
+            length = positions
+        elif name not in ("inputs_embeds", "input_ids"):  # one row shows the length
+            first = {key: x[:1] if isinstance(x, Tensor) else x for key, x in inputs.items()}
+            length = self.encoder(**first)[0].shape[1]
         hidden = torch.empty(rows, length, 1, device="meta", dtype=torch.float32)
         return BaseModelOutput(last_hidden_state=cast(Any, hidden))

@@ -294,11 +294,10 @@ class _Head:
             ValueError: They differ, or the model family is unknown.
         """
         model = self.model
-        if self.spec is None or self.spec.mask_token is not None:
+        kind, spec = model.config.model_type, self.spec
+        if spec is None or spec.mask_token is not None or kind not in SPECS:
             known = sorted(name for name, spec in SPECS.items() if spec.mask_token is None)
-            raise ValueError(
-                f"model type {model.config.model_type!r} is none of {', '.join(known)}"
-            )
+            raise ValueError(f"model type {kind!r} is none of {', '.join(known)}")
         own = model(**inputs, use_cache=False).logits[0]
         if agree(self._logits(self._states(**inputs)[0]), own) is not True:
             raise ValueError(

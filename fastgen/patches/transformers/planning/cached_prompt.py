@@ -160,10 +160,7 @@ def _is_open(
         or getattr(config, "prefill_chunk_size", None) is not None
         or cache is None
         or compat.is_user_provided(cache)
-        or any(
-            isinstance(value, Tensor) and name not in common_prompt.BY_TOKEN
-            for name, value in kwargs.items()
-        )
+        or common_prompt.has_other_inputs(kwargs)
         or not _has_plain_positions(kwargs, input_ids.shape[1])
         or (fingerprint := model_fingerprint(model)) is None
     ):

@@ -23,6 +23,7 @@ from fastgen.ops import native
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.planning import images
 
 _MASK, _POSITIONS = BY_TOKEN = ("attention_mask", "position_ids")
 """Arguments of the forward that have a column for each token."""
@@ -62,7 +63,7 @@ def alike_tokens(
     if (
         input_ids.shape[1] <= common_prefix.LEAST
         or model.config.is_encoder_decoder
-        or kwargs.get("inputs_embeds") is not None
+        or has_other_inputs(kwargs)
         or getattr(config, "prefill_chunk_size", None) is not None
         or cache is None
         or compat.is_user_provided(cache)
@@ -87,6 +88,14 @@ def alike_tokens(
     ):
         return 0
     return common_prefix.common_tokens(ids, padding, positions)
+
+
+def has_other_inputs(kwargs: dict[str, Any]) -> bool:
+    """Return whether a prompt depends on more than its tokens, such as images or embeddings."""
+    return bool(kwargs.get(images.ENCODED)) or any(
+        isinstance(value, Tensor) and name not in (*BY_TOKEN, "labels")
+        for name, value in kwargs.items()
+    )
 
 
 def supports(step: DecoderStep | None, kwargs: dict[str, Any]) -> bool:

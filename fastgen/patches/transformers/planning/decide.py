@@ -19,7 +19,7 @@ from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of
 from fastgen.patches.transformers.generate import captured_module_step, first_tokens, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method, method_of
-from fastgen.patches.transformers.planning import cached_prompt, common_prompt, first_call
+from fastgen.patches.transformers.planning import cached_prompt, common_prompt, first_call, images
 from fastgen.patches.transformers.planning.row_removal import looks_at_rows, reason_not_to_drop
 from fastgen.patches.transformers.planning.sharing import (
     MODULES_CANNOT,
@@ -249,7 +249,8 @@ def reason_not_to_capture(
         return None
     if has_own_attention(model):
         return MODULES_CANNOT
-    if (reason := reason_not_to_resolve(model, kwargs)) is not None:
+    reason = reason_not_to_resolve(model, kwargs) or images.reason_not_to_capture(kwargs)
+    if reason is not None:
         return reason
     try:
         captured_module_step.check(model, config, kwargs)

@@ -17,6 +17,7 @@ from fastgen.patches.transformers.cache import user_cache
 from fastgen.patches.transformers.cache.shared_cache import parts_of
 from fastgen.patches.transformers.generate import captured_module_step, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method
+from fastgen.patches.transformers.planning import images
 from fastgen.patches.transformers.unlisted.families import (
     Key,
     configs_of,
@@ -103,7 +104,9 @@ def reason_not_to_share(
         return None
     if attentions:
         return "output_attentions=True"
-    return reason_not_to_resolve(model, kwargs)
+    return reason_not_to_resolve(model, kwargs) or images.reason_not_to_share(
+        model, input_ids, kwargs, beams
+    )
 
 
 def _reason_of_code(model: Any) -> str | None:
@@ -189,11 +192,6 @@ def reason_not_to_resolve(model: Any, kwargs: dict[str, Any]) -> str | None:
     for part in configs_of(model):
         if (reason := fused_decoder.not_known(model, part)) is not None:
             return reason
-    if kwargs.get("mm_encoder_outputs"):
-        return "images or videos are given"
-    position_ids = kwargs.get("position_ids")
-    if position_ids is not None and position_ids.dim() > 2:
-        return "multimodal position ids"
     return None
 
 

@@ -57,7 +57,9 @@ def check_source(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> None:
         return
     spec, (rows, length) = spec_of(model.config), states.shape[:2]
     fits = rows == len(input_ids)
-    if isinstance(mask, Tensor) and mask.dim() == 2 and spec is not None and spec.masks_source:
+    if spec is None or not spec.masks_source or spec.source_mask is not None:
+        mask = None  # it has another length, or masks nothing
+    if isinstance(mask, Tensor) and mask.dim() == 2:
         fits = fits and mask.shape == (rows, length)
     if not fits:
         raise Unsupported("encoder outputs of other rows or lengths than the text or the mask")
