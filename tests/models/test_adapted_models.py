@@ -140,6 +140,26 @@ def test_other_forms_of_lora(family: str) -> None:
         _check(_lora(family, FEW[family], lora_bias=True))
 
 
+MIXTURES: dict[str, tuple[list[str], list[str]]] = {
+    "attention": (["q_proj", "v_proj"], []),
+    "router": (["q_proj", "gate"], []),
+    "experts": (["q_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+}
+
+
+@pytest.mark.parametrize("where", MIXTURES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_lora_in_models_with_experts(family: str, where: str) -> None:
+    layers, parameters = MIXTURES[where]
+    model = _lora(family, layers, target_parameters=parameters)
+    adapted = _check(model)
+    with model.disable_adapter():
+        assert _differ(_check(model), adapted)
+    _check(model)
+    model.merge_adapter()
+    _check(model)
+
+
 @pytest.mark.parametrize("family", EMBEDDING)
 def test_lora_on_embeddings(family: str) -> None:
     model = _lora(family, [EMBEDDING[family], *FEW[family]])
