@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
@@ -38,6 +38,7 @@ from fastgen.models.state import state_of
 from fastgen.ops.selection import kbest
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.planning import sharing
+from tests.support import families as models
 from tests.support import zoo
 from tests.support.parity import assert_same, fallbacks, hits, same
 from tests.support.parity import call as run
@@ -151,7 +152,7 @@ class Call:
 
     @property
     def encoder_decoder(self) -> bool:
-        return self.family in zoo.ENCODER_DECODERS
+        return bool(self.model.config.is_encoder_decoder)
 
     def __str__(self) -> str:
         sizes = (
@@ -218,8 +219,10 @@ def _returned(r: Random, call: Call) -> Drawn:
 def _attentions(r: Random, call: Call) -> Drawn:
     # Otherwise the implementation is sdpa, which returns no attentions. The toolkit's behaviour is
     # compared in that case too.
-    if r.random() < 0.8 and (
-        call.encoder_decoder or not bool((call.kwargs["input_ids"] == zoo.PAD).any())
+    if (
+        r.random() < 0.8
+        and models.has_attention_interface(call.family)
+        and (call.encoder_decoder or not bool((call.kwargs["input_ids"] == zoo.PAD).any()))
     ):
         call.model = model_of(call.family, call.model.dtype, "eager")
     return {"return_dict_in_generate": True, "output_attentions": True}
@@ -495,7 +498,7 @@ OPTIONS: dict[str, Option] = {
 def model_of(
     family: str, dtype: torch.dtype, attention: str = "", seed: int = 0, alone: bool = False
 ) -> Any:
-    model = zoo.build(family, dtype, seed)
+    model = models.build(family, dtype, seed)
     if attention:
         model.set_attn_implementation(attention)
     return zoo.alone(model) if alone else model
@@ -513,22 +516,24 @@ def tokenizer() -> Any:
 
 
 def draw(
-    r: Random, families: Sequence[str] = tuple(zoo.FAMILIES), dtype: torch.dtype = torch.float64
+    r: Random, families: Sequence[str] = models.FAMILIES, dtype: torch.dtype = torch.float64
 ) -> Call:
     """Draw a call from `OPTIONS`."""
     family = r.choice(families)
     attention = {0: "eager", 1: zoo.OWN_ATTENTION}.get(int(r.random() * 10), "")
-    if family == "gemma2" and attention == zoo.OWN_ATTENTION:  # does not support softcapping
+    softcaps = family == "gemma2"  # which the other implementations do not support
+    if (softcaps and attention == zoo.OWN_ATTENTION) or not models.has_attention_interface(family):
         attention = ""
     eager = attention == "eager"
+    dtype = models.dtype_of(family, dtype)
     model = model_of(family, dtype, attention, int(r.random() < 0.3))
     sentences, length = r.randint(1, 5), r.randint(1, 14)
     padding = r.choice(["none", "natural", "natural", "left", "right"])
-    if family == "gemma2" or (eager and family in zoo.DECODERS):
+    if softcaps or (eager and not model.config.is_encoder_decoder):
         # Stock transformers returns NaN here: its eager attention computes the softmax in fp32,
         # where the lowest fp64 number of the mask becomes -inf.
         padding = "none"
-    inputs = zoo.batch(model, sentences, length, padding, seed=r.randrange(1 << 30))
+    inputs = models.inputs_of(family, model, sentences, length, padding, r)
     call = Call(
         family,
         model,
@@ -543,7 +548,8 @@ def draw(
     few = r.random() < 0.5
     for option in OPTIONS.values():
         if r.random() < option.chance * (0.4 if few else 1.0):
-            call.kwargs |= option.draw(r, call)
+            with suppress(Exception):  # a forward that the option runs, which rejects it
+                call.kwargs |= option.draw(r, call)
     call.around = {
         name: r.randrange(1 << 30) for name in SURROUNDINGS if r.random() < (0.05 if few else 0.02)
     }
@@ -646,9 +652,7 @@ class Tally:
     differences: list[int] = field(default_factory=list)
 
 
-def fuzz(
-    n: int, seed: int, families: Sequence[str], dtype: torch.dtype, tolerance: float, verbose: bool
-) -> Tally:
+def fuzz(n: int, seed: int, families: Sequence[str], dtype: torch.dtype, verbose: bool) -> Tally:
     """Compare n random calls and print each difference."""
     tally = Tally()
     for number in tqdm(range(seed, seed + n), unit="call", disable=None):
@@ -656,20 +660,22 @@ def fuzz(
         if verbose:
             tqdm.write(f"--seed {number}: {call}")
         tally.calls += 1
+        in_fp64 = call.model.dtype == torch.float64
+        tolerance = 1e-9 if in_fp64 else 1e-4
         try:
             error = check(call, tolerance)
             tally.raised.update([type(error).__name__] if error is not None else [])
         except AssertionError as difference:
-            rounded = max(tolerance * (1 if dtype == torch.float64 else 100), ROUNDING)
+            rounded = max(tolerance * (1 if in_fp64 else 100), ROUNDING)
             try:
                 check(call, rounded)
             except AssertionError:
-                if dtype == torch.float32 and is_near_tie(call, rounded):
+                if not in_fp64 and is_near_tie(call, rounded):
                     tally.near_ties.append(number)
                     continue
                 tally.differences.append(number)
                 command = f"python -m tests.fuzz --seed {number} -n 1"
-                if len(families) < len(zoo.FAMILIES):
+                if len(families) < len(models.FAMILIES):
                     command += f" --family {' '.join(families)}"
                 tqdm.write(
                     f"DIFFERENCE: {command}\n{call}\n  {str(difference)[:1500]}\n", file=sys.stderr
@@ -686,7 +692,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-n", type=int, default=1000, help="how many calls")
     parser.add_argument("--seed", type=int, default=0, help="the first call's number")
     parser.add_argument(
-        "--family", nargs="+", choices=tuple(zoo.FAMILIES), default=tuple(zoo.FAMILIES)
+        "--family", nargs="+", choices=models.FAMILIES, metavar="NAME", default=models.FAMILIES
     )
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64")
     parser.add_argument("--verbose", action="store_true", help="print every call")
@@ -695,8 +701,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tf.logging.set_verbosity_error()
     before, served = Counter(fallbacks()), hits()
     tally = fuzz(
-        given.n, given.seed, given.family, getattr(torch, given.dtype),
-        1e-9 if given.dtype == "float64" else 1e-4, given.verbose,
+        given.n, given.seed, given.family, getattr(torch, given.dtype), given.verbose,
     )  # fmt: skip
     print(
         f"{tally.calls} calls: {hits() - served} loops run by fastgen, "

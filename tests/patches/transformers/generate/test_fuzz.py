@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fastgen.decoding.search.sampling import Sampling
 from tests import fuzz
-from tests.support import zoo
+from tests.support import combined, families, zoo
 
 EXAMPLES = 300
 
@@ -35,7 +35,7 @@ class Sparse(Random):
 @given(st.randoms(use_true_random=False))
 @pytest.mark.slow
 def test_nothing_changes(random: Random) -> None:
-    call = fuzz.draw(Sparse(random))
+    call = fuzz.draw(Sparse(random), tuple(zoo.FAMILIES))
     note(str(call))
     fuzz.check(call, fuzz.ROUNDING)
 
@@ -45,7 +45,15 @@ def test_a_seed_is_one_call() -> None:
 
 
 def test_every_family_is_drawn() -> None:
-    assert {fuzz.draw(Random(seed)).family for seed in range(300)} == set(zoo.FAMILIES)
+    names = tuple(zoo.FAMILIES)
+    assert {fuzz.draw(Random(seed), names).family for seed in range(300)} == set(names)
+    assert {*zoo.FAMILIES, *zoo.MORE, *combined.COMBINED, "arcee"} < set(families.FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["falcon", "mixtral", "vit-trocr", "qwen2_vl", "arcee"])
+def test_other_families(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fuzz.main(["-n", "4", "--family", name]) == 0
+    assert "4 calls" in capsys.readouterr().out
 
 
 def test_a_difference_is_reported(
