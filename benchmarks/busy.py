@@ -2,25 +2,29 @@
 
 Greedy search of one text at a time with a random Marian model, on one and on two threads, and by
 transformers alone on two, beside zero, one, two and four processes, each of which computes on two
-threads without a pause. Rounds alternate between the three. Prints the median time of a text in
-milliseconds.
+threads without a pause; with `--peer ctranslate2`, by CTranslate2 on two threads, too. Rounds
+alternate between them. Prints the median time of a text in milliseconds.
 """
 
 import argparse
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import MarianConfig, MarianMTModel
 
 import fastgen
+from benchmarks import peer_ctranslate2
 
 BUSY = (0, 1, 2, 4)
 THREADS_OF_EACH = 2
-SIDES = {"fastgen, 1 thread": 1, "fastgen, 2 threads": 2, "transformers, 2 threads": 2}
 SPIN = "while True: pass"
 
 
@@ -36,22 +40,42 @@ def model() -> MarianMTModel:
     return MarianMTModel(config).eval()
 
 
-def text_time(of: MarianMTModel, source: torch.Tensor, tokens: int) -> float:
-    """Return the seconds that one text takes."""
-    start = time.perf_counter()
-    of.generate(source, max_new_tokens=tokens, min_new_tokens=tokens, num_beams=1)
-    return time.perf_counter() - start
-
-
-def measure(of: MarianMTModel, rounds: int, tokens: int) -> dict[str, float]:
-    """Return the median milliseconds of a text for each side."""
+def sides(of: MarianMTModel, tokens: int, peer: bool) -> dict[str, Callable[[], Any]]:
+    """Return by name what translates one text, each on the threads that it sets."""
     source = torch.randint(1, 15_000, (1, 24))
-    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    options: dict[str, Any] = {
+        "num_beams": 1, "do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens,
+    }  # fmt: skip
+
+    def generate(threads: int, patched: bool) -> None:
+        torch.set_num_threads(threads)
+        with nullcontext() if patched else fastgen.disabled():
+            of.generate(source, **options)
+
+    found: dict[str, Callable[[], Any]] = {
+        "fastgen, 1 thread": lambda: generate(1, True),
+        "fastgen, 2 threads": lambda: generate(2, True),
+        "transformers, 2 threads": lambda: generate(2, False),
+    }
+    if peer:
+        inputs = {"input_ids": source, "attention_mask": torch.ones_like(source)}
+        torch.set_num_threads(2)
+        with tempfile.TemporaryDirectory() as folder:
+            place = peer_ctranslate2.convert(of, Path(folder))
+            found["CTranslate2, 2 threads"] = peer_ctranslate2.Peer(
+                place, of, inputs, options, "cpu"
+            )
+    return found
+
+
+def measure(by_name: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Return the median milliseconds of a text for each side."""
+    times: dict[str, list[float]] = {side: [] for side in by_name}
     for number in range(rounds):
-        for side in SIDES if number % 2 else reversed(SIDES):
-            torch.set_num_threads(SIDES[side])
-            with nullcontext() if side.startswith("fastgen") else fastgen.disabled():
-                times[side].append(text_time(of, source, tokens))
+        for side in by_name if number % 2 else reversed(by_name):
+            start = time.perf_counter()
+            by_name[side]()
+            times[side].append(time.perf_counter() - start)
     return {side: 1000 * statistics.median(each) for side, each in times.items()}
 
 
@@ -60,14 +84,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--busy", type=int, nargs="+", default=BUSY, metavar="PROCESSES")
+    parser.add_argument("--peer", choices=["ctranslate2"])
     arguments = parser.parse_args()
-    of = model()
-    measure(of, 4, arguments.tokens)
+    by_name = sides(model(), arguments.tokens, arguments.peer is not None)
+    measure(by_name, 4)
     for count in arguments.busy:
         command = [sys.executable, "-S", "-c", SPIN]  # for each thread, as Python has one lock
         others = [subprocess.Popen(command) for _ in range(THREADS_OF_EACH * count)]
         try:
-            found = measure(of, arguments.rounds, arguments.tokens)
+            found = measure(by_name, arguments.rounds)
         finally:
             for other in others:
                 other.kill()

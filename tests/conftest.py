@@ -70,10 +70,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fastgen run calls of one new token, too, which it leaves to transformers if tiny."""
+    """Let fastgen run calls that it leaves to transformers because they are tiny."""
     from fastgen.patches.transformers.planning import small_call
 
-    monkeypatch.setattr(small_call, "NARROW", 0)
+    monkeypatch.setattr(small_call, "LIMITS", {})
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
-"""Calls of one new token that are so small that transformers' own code is faster."""
+"""Calls of one or two new tokens that are so small that transformers' own code is faster."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,22 +14,32 @@ from fastgen.patches.transformers.generate.resolve_setting import (
     setting_of,
 )
 
-REASON = "one new token of few texts and a narrow model: transformers' own code is faster"
+REASON = "one or two new tokens, few texts, a narrow model: transformers' own code is faster"
 """What `status` counts these calls under."""
 
-NARROW = 256
-"""Largest hidden size of a model whose products take less time than a pass over its layers.
 
-Ratios of one new token for models of 3 + 3 or 6 + 6 layers (Zen 4, two threads): with a hidden size
-of 512, 1.15 to 2.2 for 16 to 1,024 tokens; with 128 and 256, 0.74 to 0.98 below the limits that
-follow, and 1.03 to 2.0 beyond.
-"""
+class _Limits(NamedTuple):
+    """The largest call that is too small.
 
-FEW_ENCODED, FEW_PROMPTED = 64 * 1024, 24 * 1024
-"""Most elements of hidden states, tokens times hidden size, of a call that is too small.
+    Attributes:
+        width: Hidden size of the model.
+        encoded: Elements of hidden states, tokens times hidden size, of encoder-decoder models,
+            counted for each beam.
+        prompted: The same of decoder-only models with one row per text. With several, fastgen runs
+            each prompt once, which always pays.
+    """
 
-The first is of encoder-decoder models, counted for each beam. The second is of decoder-only models
-with one row per text; with several, fastgen runs each prompt once and always gains.
+    width: int
+    encoded: int
+    prompted: int
+
+
+LIMITS = {1: _Limits(256, 64 * 1024, 24 * 1024), 2: _Limits(128, 16 * 1024, 16 * 1024)}
+"""By number of new tokens.
+
+With one new token, ratios are 0.74 to 0.98 within these limits, 1.03 to 2.0 beyond the elements,
+and 1.15 to 2.2 with a hidden size of 512. With two, they are 0.87 to 1.00 within, and 0.99 to 1.9
+beyond (Marian of 3 + 3 and GPT-2 of 3 layers, Zen 4, two threads).
 """
 
 
@@ -43,10 +53,12 @@ def is_too_small(model: Any, inputs: Sequence[Any], arguments: Mapping[str, Any]
         inputs: Positional arguments of `generate`.
         arguments: Keyword arguments of `generate`.
     """
+    limits = LIMITS.get(setting_of(model, arguments, "max_new_tokens"))
     width: Any = getattr(model.config, "hidden_size", None)
     if (
-        not (isinstance(width, int) and width <= NARROW)
-        or setting_of(model, arguments, "max_new_tokens") != 1
+        limits is None
+        or not isinstance(width, int)
+        or width > limits.width
         or _needs_fastgen(model, arguments)
         or (tokens := rows_at_most(model, inputs, arguments)) is None
     ):
@@ -55,8 +67,8 @@ def is_too_small(model: Any, inputs: Sequence[Any], arguments: Mapping[str, Any]
         setting_of(model, arguments, name) or 1 for name in ("num_beams", "num_return_sequences")
     )
     if model.config.is_encoder_decoder:
-        return tokens * beams * width <= FEW_ENCODED
-    return beams == samples == 1 and tokens * width <= FEW_PROMPTED
+        return tokens * beams * width <= limits.encoded
+    return beams == samples == 1 and tokens * width <= limits.prompted
 
 
 def _needs_fastgen(model: Any, arguments: Mapping[str, Any]) -> bool:

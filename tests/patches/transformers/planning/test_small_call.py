@@ -1,4 +1,4 @@
-"""Calls of one new token of a tiny model run transformers' own code; others do not."""
+"""Calls of one or two new tokens of a tiny model run transformers' own code; others do not."""
 
 import copy
 from typing import Any
@@ -12,12 +12,12 @@ from fastgen.patches.transformers.generate.report import last_call
 from fastgen.patches.transformers.planning import small_call
 from tests.support import zoo
 
-NARROW = small_call.NARROW  # before a fixture sets it to 0
+LIMITS = small_call.LIMITS  # before a fixture empties it
 
 
 @pytest.fixture(autouse=True)
 def _in_force(_small_calls: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_call, "NARROW", NARROW)
+    monkeypatch.setattr(small_call, "LIMITS", dict(LIMITS))
 
 
 def _skipped() -> int:
@@ -40,9 +40,10 @@ def _is_small(family: str, rows: int = 2, length: int = 6, **options: Any) -> bo
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
-def test_one_token_of_a_tiny_model(family: str) -> None:
+def test_few_tokens_of_a_tiny_model(family: str) -> None:
     assert _is_small(family, max_new_tokens=1)
-    assert not _is_small(family, max_new_tokens=2)
+    assert _is_small(family, max_new_tokens=2)
+    assert not _is_small(family, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("family", ["bart", "gpt2"])
@@ -59,15 +60,22 @@ def test_beams_count_where_each_encodes() -> None:
     assert not _is_small("gpt2", max_new_tokens=1, num_beams=3)
 
 
-@pytest.mark.parametrize(("family", "limit"), [("bart", "FEW_ENCODED"), ("gpt2", "FEW_PROMPTED")])
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(("family", "limit"), [("bart", "encoded"), ("gpt2", "prompted")])
 def test_the_limits_count_elements(
-    family: str, limit: str, monkeypatch: pytest.MonkeyPatch
+    family: str, limit: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elements = 2 * 6 * zoo.build(family).config.hidden_size
-    monkeypatch.setattr(small_call, limit, elements)
-    assert _is_small(family, max_new_tokens=1)
-    monkeypatch.setattr(small_call, limit, elements - 1)
-    assert not _is_small(family, max_new_tokens=1)
+    for changed, is_small in (({limit: elements}, True), ({limit: elements - 1}, False)):
+        monkeypatch.setitem(small_call.LIMITS, tokens, LIMITS[tokens]._replace(**changed))
+        assert _is_small(family, max_new_tokens=tokens) == is_small
+
+
+def test_the_limits_of_the_hidden_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    width = zoo.build("gpt2").config.hidden_size
+    for changed, is_small in ((width, True), (width - 1, False)):
+        monkeypatch.setitem(small_call.LIMITS, 1, LIMITS[1]._replace(width=changed))
+        assert _is_small("gpt2", max_new_tokens=1) == is_small
 
 
 def test_features_of_fastgen_are_served() -> None:
