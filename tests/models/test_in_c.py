@@ -122,6 +122,13 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    widen(monkeypatch)
+    calls.clear()
+    yield
+    packed_weights.release()
+
+
+def widen(patch: pytest.MonkeyPatch) -> None:
     """Widen heads to 16 dimensions, the least for attention in C; pack weights at first use."""
     for sizes, values in (
         (zoo._ENCODER_DECODER, {"d_model": 32, "decoder_ffn_dim": 72, "init_std": 0.5}),
@@ -133,14 +140,11 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (zoo._GPTJ, {"n_embd": 64}),
     ):
         for name, value in values.items():
-            monkeypatch.setitem(sizes, name, value)
+            patch.setitem(sizes, name, value)
     for family, make in OWN.items():
-        monkeypatch.setitem(zoo.MORE if family in zoo.MORE else zoo.FAMILIES, family, make)
-    monkeypatch.setattr(packed_weights.Packed, "uses_to_pack", 1)
-    monkeypatch.setattr(native, "most_rows", lambda _: math.inf)  # whatever this processor has
-    calls.clear()
-    yield
-    packed_weights.release()
+        patch.setitem(zoo.MORE if family in zoo.MORE else zoo.FAMILIES, family, make)
+    patch.setattr(packed_weights.Packed, "uses_to_pack", 1)
+    patch.setattr(native, "most_rows", lambda _: math.inf)  # whatever this processor has
 
 
 def _steps() -> int:

@@ -24,9 +24,13 @@ FAMILIES = ("bart", "marian", "t5", "gpt2", "llama", "qwen3", "phi")
 
 @pytest.fixture(autouse=True)
 def products_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_products_in_c(monkeypatch)
+
+
+def run_products_in_c(patch: pytest.MonkeyPatch) -> None:
     """Run the products of the tiny models in C for any number of rows, as those of others."""
-    monkeypatch.setattr(cpu_rules, "LEAST_ROWS", ((math.inf, 1),))
-    monkeypatch.setattr(cpu_rules, "FILLED", 0.0)
+    patch.setattr(cpu_rules, "LEAST_ROWS", ((math.inf, 1),))
+    patch.setattr(cpu_rules, "FILLED", 0.0)
 
 
 class _Odd(LogitsProcessor):
