@@ -204,3 +204,28 @@ def test_explain(variant: str) -> None:  # noqa: F811
     assert fastgen.explain(model, **call).selection == "in C, many decode steps per call"
     sampled = fastgen.explain(model, **call, prompt_lookup_num_tokens=3, do_sample=True)
     assert sampled.reason == "_assisted_decoding is not patched"
+
+
+@torch.no_grad()
+def test_texts_that_end_within_a_draft_cost_no_further_pass(
+    variant: str, drafts: list[Drafting]  # noqa: F811
+) -> None:  # fmt: skip
+    model = built("llama", torch.float32)
+    ids = torch.randint(4, 40, (4, 6), generator=torch.Generator().manual_seed(2))
+    call = {"input_ids": ids, "max_new_tokens": 16, "eos_token_id": None}
+    made = model.generate(**call)[:, 6:]
+    call["eos_token_id"] = [int(made[0, 2]), int(made[1, 9])]
+    wanted = model.generate(**call)
+    ends = [int(torch.isin(row, torch.tensor(call["eos_token_id"])).int().argmax()) for row in made]
+    assert len(set(ends)) > 1  # texts end at different places
+
+    class Whole(_Oracle):
+        def propose(self, search: Sampling, model: Any, most: int) -> Tensor:
+            length = search.ids.shape[1]
+            return self.sequences[list(search.numbers()), length : length + most]
+
+    drafting = Drafting(Whole(wanted, 0, 0.0), DraftLength(32))
+    drafts.append(drafting)
+    assert torch.equal(model.generate(**call), wanted)
+    assert drafting.rounds == 2  # the first draft has 8 tokens
+    assert drafting.accepted == drafting.drafted

@@ -175,16 +175,16 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
         drafted = time.perf_counter()
         logits = model.verify(search.ids, drafts)
         goes_on, stands, made = True, True, 0
+        # The logits have rows for all texts, so those that end leave the batch after the round.
+        may_drop, search.may_drop = search.may_drop, False
         while goes_on and stands:
             goes_on = search.advance(model, logits[:, made])
-            # After texts have left the batch, the other logits have rows for them.
-            stands = (
-                made < count
-                and search.batch_size == texts
-                and torch.equal(search.ids[:, -1], drafts[:, made])
-            )
+            stands = made < count and torch.equal(search.ids[:, -1], drafts[:, made])
             made += 1
         model.accept(made)
+        search.may_drop = may_drop
+        if goes_on and may_drop:
+            search.drop_finished(model, search.alive(search.running))
         now, accepted = time.perf_counter(), made - (not stands)
         drafting.rounds += 1
         drafting.drafted += texts * count

@@ -101,11 +101,14 @@ class Sampling:
         alive = self.alive(self.running)
         if not any(alive):
             return False
-        if self.may_drop and (
-            leaving := leaving_now(finished_rows(alive), len(alive), self.captured)
-        ):
-            self.compact(model, leaving)
+        if self.may_drop:
+            self.drop_finished(model, alive)
         return True
+
+    def drop_finished(self, model: RowStepper, alive: Sequence[bool]) -> None:
+        """Compact the batch if enough of its rows are not alive."""
+        if leaving := leaving_now(finished_rows(alive), len(alive), self.captured):
+            self.compact(model, leaving)
 
     def extend(self, tokens: Tensor) -> None:
         """Append tokens (R, N) to the rows, and padding to rows that have left the batch."""
