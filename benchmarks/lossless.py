@@ -1,11 +1,12 @@
-"""Check that greedy search over a model's own drafts gives the tokens of greedy search alone.
+"""Check that a model's own drafts change no token of greedy search and of sampling.
 
     python -m benchmarks.lossless MODEL --input FILE --append-eos --dtype float32 bfloat16
     python -m benchmarks.lossless --calls 5000
 
 With MODEL, a folder of a Marian model, all lines of a text are generated with and without drafts,
 for several numbers of texts per call. With --calls, tiny random models of several families run
-random calls, with logits processors and stopping criteria. Every output has to be equal token by
+random calls, with logits processors and stopping criteria. With --sample, tokens are drawn from the
+same seeds with and without drafts. Every output has to be equal token by
 token, in half precision too: no near tie counts as equal. Results are added to those in the file.
 """
 
@@ -76,6 +77,7 @@ def _arguments() -> argparse.ArgumentParser:
         "--prompt-lookup", type=positive, metavar="N",
         help="drafts also copy up to N tokens of the source and the text",
     )  # fmt: skip
+    parser.add_argument("--sample", action="store_true", help="sampling in place of greedy search")
     parser.add_argument("--calls", type=positive, metavar="N", help="number of random calls")
     parser.add_argument("--seed", type=int, default=0, help="of the first random call (default: 0)")
     option(parser, "threads")
@@ -92,9 +94,11 @@ def texts(args: argparse.Namespace) -> Iterator[tuple[str, Cell]]:
     name = f"{args.model.name}, {args.input.name}"
     if lookup:
         name += f", prompt lookup {args.prompt_lookup}"
+    if args.sample:
+        name += ", sampled"
     for dtype in args.dtype:
         model: Any = pair.load_model(args.model, "cpu", dtype)
-        settings = pair.greedy(model, 128)
+        settings = pair.greedy(model, 128) | {"do_sample": args.sample}
         for count in args.texts:
             batches = [
                 tokenizer(lines[i : i + count], return_tensors="pt", padding=True).data
@@ -106,9 +110,11 @@ def texts(args: argparse.Namespace) -> Iterator[tuple[str, Cell]]:
             ]
             model.generate(**inputs[0])  # first steps are run by modules, which round otherwise
             cell = {"texts": len(lines), "tokens": 0, "differing": 0} | dict.fromkeys(COUNTERS, 0)
-            for call in inputs:
+            for seed, call in enumerate(inputs):
+                torch.manual_seed(seed)
                 with _drafts("off"):
                     wanted = model.generate(**call)
+                torch.manual_seed(seed)
                 with _drafts("on"), _counted(cell):
                     found = model.generate(**call, **lookup)
                 cell["tokens"] += int((wanted[:, 1:] != model.config.pad_token_id).sum())

@@ -7,7 +7,7 @@ from fastgen.decoding.backends.captured_beam_search import CapturedBeamSearch
 from fastgen.decoding.backends.captured_first_finished import CapturedFirstFinished
 from fastgen.decoding.backends.captured_sampling import CapturedSampling
 from fastgen.decoding.backends.decode_backend import DecodeBackend, Eager, Search
-from fastgen.decoding.backends.drafted_greedy import DraftedGreedy
+from fastgen.decoding.backends.drafted_sampling import DraftedSampling
 from fastgen.decoding.backends.native_beam_search import NativeBeamSearch
 from fastgen.decoding.backends.native_first_finished import NativeFirstFinished
 from fastgen.decoding.backends.native_sampling import NativeSampling
@@ -16,7 +16,7 @@ BACKENDS: tuple[type[DecodeBackend[Any]], ...] = (
     CapturedBeamSearch,
     CapturedSampling,
     CapturedFirstFinished,
-    DraftedGreedy,
+    DraftedSampling,
     NativeBeamSearch,
     NativeSampling,
     NativeFirstFinished,

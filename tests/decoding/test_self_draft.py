@@ -13,7 +13,8 @@ import fastgen
 from benchmarks import self_draft
 from benchmarks.widen import widened
 from fastgen import config
-from fastgen.decoding.backends.drafted_greedy import Drafting
+from fastgen.decoding.backends.drafted_sampling import Drafting
+from fastgen.decoding.search import multinomial
 from fastgen.decoding.speculative.adaptive_drafting import DraftTiming
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.decoding.speculative.drafts import PromptLookup
@@ -184,11 +185,11 @@ def test_the_total_while_another_thread_adds_a_number_of_texts() -> None:
     class Other(DraftTiming):
         def __getattribute__(self, name: str) -> Any:
             if name == "total":
-                known.of(64)
+                known.of(64, False)
             return super().__getattribute__(name)
 
-    known.by_texts[1] = Other(), DraftLength(4)
-    known.of(2)
+    known.by_texts[1, False] = Other(), DraftLength(4)
+    known.of(2, False)
     assert known.total == 0.0
 
 
@@ -211,3 +212,46 @@ def test_the_benchmark_counts_calls_without_drafts(mode: Any) -> None:
     batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
     cell = self_draft._cell(model, batches, Namespace(rounds=1, mode="auto"))
     assert cell["counts"] == {"tokens_drafted": 0, "tokens_accepted": 0, "passes": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["marian", "llama"])
+@torch.no_grad()
+def test_samples(variant: str, mode: Any, family: str, dtype: torch.dtype) -> None:  # noqa: F811
+    """The tokens, and the state of the generator afterwards, are those without drafts."""
+    model = built(family, dtype)
+    before = _counts()
+    for seed in range(12):
+        draw = random.Random(seed)
+        call, objects = drawn_call(model, draw)
+        call |= {"do_sample": True, "temperature": draw.choice([0.5, 1.0, 1.7])}
+        call |= draw.choice([{}, {"top_k": 0}, {"top_p": 0.8, "min_p": 0.1}, {"typical_p": 0.7}])
+        found = []
+        for value in ("off", "on"):
+            mode(value)
+            torch.manual_seed(seed)
+            found.append((model.generate(**call, **objects()), torch.rand(1)))
+        assert same(found[0][0], found[1][0]), (seed, call)
+        assert torch.equal(found[0][1], found[1][1]), (seed, call)
+    after = _counts()
+    drafted = after["tokens_drafted"] - before.get("tokens_drafted", 0)
+    assert drafted > 60
+    assert after["tokens_accepted"] - before.get("tokens_accepted", 0) > drafted / 3
+
+
+@torch.no_grad()
+def test_no_draft_while_another_thread_samples(variant: str, mode: Any) -> None:  # noqa: F811
+    model = built("llama", torch.float32)
+    call = {"input_ids": torch.arange(4, 12)[None], "max_new_tokens": 9, "eos_token_id": None}
+    mode("on")
+    before = _counts()
+    other = multinomial.GeneratorUser()
+    other.thread = -1
+    torch.manual_seed(0)
+    while_other = model.generate(**call, do_sample=True)
+    assert other.thread == -1  # and still alive
+    assert _counts() == before
+    del other
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**call, do_sample=True), while_other)
+    assert _counts() != before

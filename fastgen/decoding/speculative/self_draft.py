@@ -5,10 +5,12 @@ quarter of the time of fp32. It uses the keys and values of the texts, and write
 drafts after them, where the pass that verifies the drafts writes its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fastgen.decoding.backends.decode_backend import DecodeBackend, Eager
@@ -16,6 +18,7 @@ from fastgen.decoding.backends.native_multistep import MultistepModel
 from fastgen.decoding.backends.native_sampling import NativeSampling
 from fastgen.decoding.logits.processor_call import ProcessorCall
 from fastgen.decoding.logits.transform import LogitsTransform
+from fastgen.decoding.search.multinomial import default_generator
 from fastgen.decoding.search.sampling import Sampling
 from fastgen.decoding.search.stopping import Stop
 from fastgen.models.runtime.decode_step import DecoderStep
@@ -47,9 +50,11 @@ class Roundable(Protocol):
 
 @dataclass
 class SelfDraft:
-    """Self-drafting: greedy search with the model's int8 weights proposes the tokens.
+    """Self-drafting: a search with the model's int8 weights proposes the tokens.
 
-    Logits processors without a translation may be stateful, so drafting skips them.
+    Sampling draws them with the random numbers that it then draws the model's own tokens with. As
+    the probabilities hardly differ, the tokens seldom do. Logits processors without a translation
+    may be stateful, so drafting skips them.
 
     Args:
         step: The decode step on rounded weights.
@@ -60,23 +65,45 @@ class SelfDraft:
     def propose(self, search: Sampling, model: Roundable, most: int) -> Tensor:
         length = search.ids.shape[1]
         end = length + most
+        if search.user is not None and not search.user.is_alone():
+            return search.ids[:, length:]
         drafted = Sampling(
             ids=search.ids,
             stop=Stop(search.stop.eos, [lambda reached: reached >= end], longest=end),
             transforms=_translated(search),
             pad=search.pad,
             longest=end,
+            sample=search.sample,
             may_drop=False,
         )
         drafted.running = search.running.clone()
         rounded = model.rounded(self.step)
         kind = NativeSampling if NativeSampling.supports(drafted, rounded) else Eager
         backend: DecodeBackend[Any] = kind(drafted, rounded)
-        while backend.advance():
-            pass
+        with _same_numbers(search.sample):
+            while backend.advance():
+                pass
         rounded.undo()
         return drafted.ids[:, length:]
 
 
 def _translated(search: Sampling) -> Sequence[LogitsTransform]:
-    return [each for each in search.transforms if not isinstance(each, ProcessorCall)]
+    return [
+        each
+        for each in search.transforms
+        if not isinstance(each, ProcessorCall) or each.warper is not None
+    ]
+
+
+@contextmanager
+def _same_numbers(draws: bool) -> Iterator[None]:
+    """Set torch's default generator back at the end, if the search draws."""
+    if not draws:
+        yield
+        return
+    with default_generator().lock:
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)

@@ -1,11 +1,11 @@
-"""How the tokens of a greedy call are drafted: by prompt lookup, by the model itself, or both."""
+"""How the tokens of a call are drafted: by prompt lookup, by the model itself, or both."""
 
 from typing import Any
 
 from torch import Tensor
 
 from fastgen import config
-from fastgen.decoding.backends.drafted_greedy import Drafting
+from fastgen.decoding.backends.drafted_sampling import Drafting
 from fastgen.decoding.speculative.adaptive_drafting import DraftTiming
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.decoding.speculative.drafts import Longest
@@ -39,22 +39,26 @@ PACKING_RATE = 1e9
 """Bytes of weights that are rounded and packed per second."""
 
 PACKING_SHARE = 0.02
-"""Share of the time of a model's greedy calls that packing its weights in int8 may take."""
+"""Share of the time of a model's calls without beams that packing its weights may take."""
 
 
 class SelfDrafts(CachedState):
-    """Costs and acceptance of a model's own drafts, by the number of texts as a power of two."""
+    """Costs and acceptance of a model's own drafts.
+
+    Attributes:
+        by_texts: Those of calls by the number of texts, as a power of two, and whether they sample.
+    """
 
     def __init__(self) -> None:
-        self.by_texts: dict[int, tuple[DraftTiming, DraftLength]] = {}
+        self.by_texts: dict[tuple[int, bool], tuple[DraftTiming, DraftLength]] = {}
 
-    def of(self, texts: int) -> tuple[DraftTiming, DraftLength]:
+    def of(self, texts: int, samples: bool) -> tuple[DraftTiming, DraftLength]:
         """Return those of calls with about this number of texts."""
-        known = self.by_texts.get(texts.bit_length())
+        known = self.by_texts.get(key := (texts.bit_length(), samples))
         if known is None:
             timing = DraftTiming()
             timing.note_start(0.0, 1)  # the drafts have no prompt of their own
-            known = self.by_texts[texts.bit_length()] = timing, DraftLength(LONGEST)
+            known = self.by_texts[key] = timing, DraftLength(LONGEST)
         return known
 
     @property
@@ -77,7 +81,7 @@ def drafting_of(call: Call, step: DecoderStep | None, source: Tensor | None) -> 
     if step is None or why_not_self(call, step):
         return drafting
     known = state_of(call.model).of(SelfDrafts)
-    timing, length = known.of(len(call.input_ids))
+    timing, length = known.of(len(call.input_ids), bool(call.config.do_sample))
     packing = int8_bytes(step) * step.dtype.itemsize / PACKING_RATE
     if not is_asked and PACKING_SHARE * known.total < packing:
         return Drafting(None, length, timing)
@@ -98,8 +102,8 @@ def why_not_self(call: Any, step: DecoderStep) -> str:
         return "FASTGEN_SELF_DRAFT=off"
     if settings.precision != "model":
         return f"FASTGEN_PRECISION={settings.precision}"
-    if call.config.do_sample or call.config.num_return_sequences != 1:
-        return "greedy search with one sequence per text alone"
+    if call.config.num_return_sequences != 1:
+        return "one sequence per text alone"
     if settings.self_draft == "auto" and prompt_lookup.is_requested(call.config):
         return "prompt lookup drafts"
     if texts > (most := MOST_TEXTS[settings.self_draft]):

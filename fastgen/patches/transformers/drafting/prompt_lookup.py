@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
 from fastgen import config as settings
-from fastgen.decoding.backends.drafted_greedy import Drafting
+from fastgen.decoding.backends.drafted_sampling import Drafting
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.decoding.speculative.drafts import PromptLookup
 from fastgen.models.specs.registry import spec_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from fastgen.decoding.backends.drafted_greedy import Drafting
+from fastgen.decoding.backends.drafted_sampling import Drafting
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.build.equivalence_check import (

@@ -7,7 +7,7 @@ from typing import Any
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from fastgen.decoding.backends.decode_backend import DecodeBackend
-from fastgen.decoding.backends.drafted_greedy import DraftedGreedy
+from fastgen.decoding.backends.drafted_sampling import DraftedSampling
 from fastgen.decoding.batching.continuous_batching import not_refilled
 from fastgen.decoding.plan import Plan
 from fastgen.models.runtime.decode_step import DecoderStep
@@ -61,7 +61,7 @@ class SuspendedDecode:
         left_off = *model.plan.left_off, *self.backend.left_off
         model.plan = replace(model.plan, left_off=left_off)
         model.restore_user_cache()
-        if isinstance(self.backend, DraftedGreedy) and self.backend.drafting.rounds:
+        if isinstance(self.backend, DraftedSampling) and self.backend.drafting.rounds:
             engine.note_drafting(self.backend.drafting.counts())
         note_served(self.name, model.model, model.report(), self.left_off)
         return output

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import fastgen
-from fastgen.decoding.backends.drafted_greedy import Drafting
+from fastgen.decoding.backends.drafted_sampling import Drafting
 from fastgen.decoding.search.sampling import Sampling
 from fastgen.decoding.speculative.draft_length import DraftLength
 from fastgen.models.runtime.ragged_step import Span

@@ -1,10 +1,11 @@
-"""Backend of greedy search whose next tokens are drafted, and verified in one pass of the model.
+"""Backend of greedy search and sampling with drafts that one pass of the model verifies.
 
 The model runs the newest token and the draft of every text at once, which reads its weights once.
 The search then selects token after token as it always does, for as long as the draft has the same
 tokens; logits processors and stopping criteria see nothing else than in a search without drafts.
 All texts advance by the same number of tokens. The keys and values of rejected tokens are
-overwritten.
+overwritten. Sampling draws each token from the model's own probabilities with the random numbers of
+a search without drafts, so the samples are the same, too.
 
 Source: Stern et al. 2018 (blockwise parallel decoding); Leviathan et al. 2023.
 """
@@ -83,8 +84,8 @@ class DraftedModel(Protocol):
         ...
 
 
-class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
-    """Backend of a greedy `Sampling` whose model has a source of drafts."""
+class DraftedSampling(decode_backend.DecodeBackend[Sampling]):
+    """Backend of a `Sampling` whose model has a source of drafts."""
 
     description = "after each pass over a draft"
 
@@ -103,8 +104,9 @@ class DraftedGreedy(decode_backend.DecodeBackend[Sampling]):
         """Return whether the model has a source of drafts for this search."""
         return (
             isinstance(search, Sampling)
-            and not search.sample
             and getattr(model, "drafting", None) is not None
+            # Rows that leave within a draft would change the random numbers of the others.
+            and not (search.sample and search.may_drop)
         )
 
     def advance(self) -> bool:
