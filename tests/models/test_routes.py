@@ -194,6 +194,21 @@ def test_routes_after_one_row_changed(net: Net, where: str) -> None:
     _check_routes(net)
 
 
+def test_copies_of_a_weight_share_a_probe(net: Net) -> None:
+    weight = net.first.weight.detach()
+    kinds = packed_weights.Packed, packed_weights.Int8Packed
+    entries = [packed_weights.packed_of(net.first, kind) for kind in kinds]
+    assert entries[0].probe is entries[1].probe
+    for entry in entries:
+        entry.copy = weight.clone()
+    packed_weights.check(net.first)
+    assert [packed_weights.packed_of(net.first, kind) for kind in kinds] == entries
+    net.first.weight.data[301] += 2.0
+    packed_weights.check(net.first)
+    assert [state.cached_state_of(net.first, kind) for kind in kinds] == [None, None]
+    assert not any(packed_weights.has_copy(net.first, kind) for kind in kinds)
+
+
 def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip layers that are not fp32 on a CPU, hooked, overridden, quantised or of another class.
 

@@ -208,8 +208,13 @@ def packed_of(module: Any, kind: type[Packed] = Packed) -> Packed:
     by_weight = packing().by_weight
     entry = by_weight.get((kind, id(weight)))
     if entry is None or not entry.is_of(weight):
-        stride = _stride(weight.shape[:-2].numel(), *weight.shape[-2:])
-        probe = _sample(weight, stride).clone()
+        others = (by_weight.get((other, id(weight))) for other in KINDS)
+        known = next((other for other in others if other is not None and other.is_of(weight)), None)
+        if known is not None:  # copies share a probe, so that `check` compares it once
+            stride, probe = known.stride, known.probe
+        else:
+            stride = _stride(weight.shape[:-2].numel(), *weight.shape[-2:])
+            probe = _sample(weight, stride).clone()
         entry = kind(weakref.ref(module), weight.data_ptr(), weight._version, stride, probe)
     by_weight[kind, id(weight)] = entry
     state_of(module).keep(entry)
@@ -239,13 +244,15 @@ def _shortage(needed: int, always: bool) -> str | None:
 def check(module: Any) -> None:
     """Drop the packed copies of a layer's weight if the weight has changed."""
     weight: Any = module.weight
+    probe, differs = None, False
     for kind in KINDS:
         entry = cached_state_of(module, kind)
-        if (
-            entry is not None
-            and entry.copy is not None
-            and (entry.is_stale(weight) or entry.probe_differs(weight))
-        ):
+        if entry is None or entry.copy is None:
+            continue
+        is_stale = entry.is_stale(weight)
+        if not is_stale and entry.probe is not probe:
+            probe, differs = entry.probe, entry.probe_differs(weight)
+        if is_stale or differs:
             state_of(module).drop(kind)
             by_weight = packing().by_weight
             if by_weight.get((kind, id(weight))) is entry:
