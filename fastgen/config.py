@@ -135,8 +135,8 @@ VARIABLES = (
         "FASTGEN_SELF_DRAFT",
         "auto",
         get_args(SelfDraft),
-        "greedy search of one text on a CPU (on: up to 4): drafts on weights in int8, verified by "
-        "the model's own, with the same output; auto: where it is measured to be faster",
+        "greedy search and sampling of up to 4 texts on a CPU: drafts on weights in int8, verified "
+        "by the model's own, with the same output; auto: where it is measured to be faster",
     ),
     Variable(
         "FASTGEN_INT8_HEAD",

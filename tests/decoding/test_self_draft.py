@@ -210,7 +210,7 @@ def test_the_benchmark_counts_calls_without_drafts(mode: Any) -> None:
     model = zoo.build("marian", seed=3).float()
     ids = torch.randint(4, 40, (1, 7), generator=torch.Generator().manual_seed(1))
     batches = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
-    cell = self_draft._cell(model, batches, Namespace(rounds=1, mode="auto"))
+    cell = self_draft._cell(model, batches, Namespace(rounds=1, mode="auto", prompt_lookup=None))
     assert cell["counts"] == {"tokens_drafted": 0, "tokens_accepted": 0, "passes": 0}
 
 

@@ -5,7 +5,7 @@ quarter of the time of fp32. It uses the keys and values of the texts, and write
 drafts after them, where the pass that verifies the drafts writes its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -96,7 +96,7 @@ def _translated(search: Sampling) -> Sequence[LogitsTransform]:
 
 
 @contextmanager
-def _same_numbers(draws: bool) -> Iterator[None]:
+def _same_numbers(draws: bool) -> Generator[None]:
     """Set torch's default generator back at the end, if the search draws."""
     if not draws:
         yield

@@ -23,13 +23,13 @@ from fastgen.ops import processor
 from fastgen.patches.transformers.drafting import prompt_lookup
 from fastgen.patches.transformers.generate.loop_call import Call
 
-MOST_TEXTS = {"auto": 1, "on": 4}
-"""Most texts of a call for which the model drafts by itself, by setting.
+MOST_TEXTS = 4
+"""Most texts of a call for which the model drafts by itself.
 
-With more than four, steps compute instead of reading weights. Texts advance by the shortest
-accepted draft of all: with four, drafts that `on` forces ran at 1.18 times (fp32) and 0.90 times
-(bf16) the speed of plain greedy search; with one, at 1.70 and 1.39 times (`benchmarks.self_draft`
-on Zen 4 with two threads).
+With more, steps compute instead of reading weights. Texts advance by the shortest accepted draft of
+all: with four, drafts that `on` forces ran at 1.1 to 1.4 times (fp32) and 0.96 to 1.2 times (bf16)
+the speed of plain greedy search; with one, at 1.5 to 2.0 and 1.25 to 1.3 times
+(`benchmarks.self_draft` on Zen 4 with two threads).
 """
 
 LONGEST = 32
@@ -106,8 +106,8 @@ def why_not_self(call: Any, step: DecoderStep) -> str:
         return "one sequence per text alone"
     if settings.self_draft == "auto" and prompt_lookup.is_requested(call.config):
         return "prompt lookup drafts"
-    if texts > (most := MOST_TEXTS[settings.self_draft]):
-        return f"{texts} texts, more than {most}"
+    if texts > MOST_TEXTS:
+        return f"{texts} texts, more than {MOST_TEXTS}"
     if step.run_layers is None:
         return "decode steps are not written in C"
     outgrown = weight_bytes(step) >= OUTGROWN * processor.last_level_cache()
