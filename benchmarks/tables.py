@@ -334,6 +334,61 @@ def _ratios(kind: str, title: str, shown: Callable[[dict[str, Any]], str] | None
     return "\n\n".join(parts) or NOT_YET
 
 
+def self_drafts() -> str:
+    """Return the table of greedy search over a model's own drafts."""
+    head = "model", "machine", "texts", "speed-up", "drafts that stand", "the passes allow"
+    rows: list[tuple[str, ...]] = []
+    for file, data in _results("self_draft"):
+        given, result = data["arguments"], data["result"]
+        model = f"{given['name']}, {result['bytes'] / MEGA:.0f} MiB, {given['dtype']}"
+        for texts, cell in result["cells"].items():
+            counts = cell["counts"]
+            stand = counts["tokens_accepted"] / max(1, counts["tokens_drafted"])
+            number = texts.removesuffix(" texts")
+            facts = _ratio(cell), f"{stand:.0%}", f"{cell['allowed']:.2f}"
+            rows.append((model, _where(file), number, *facts))
+    return table(head, rows) if rows else NOT_YET
+
+
+def int8_peers() -> str:
+    """Return the table of fastgen in int8 against CTranslate2 in int8."""
+    head = "model", "machine", "threads", "texts", "beams", "over it", "BLEU", "its BLEU"
+    rows: list[tuple[str, ...]] = []
+    for file, data in _results("int8_peer"):
+        given = data["arguments"]
+        for name, cell in data["result"]["cells"].items():
+            texts, beams = (part.split(" ")[0] for part in name.split(", "))
+            ratio = f"{cell['ratio']:.2f} {_interval(cell)}"
+            bleu = (f"{cell['bleu'][system]:.2f}" for system in ("fastgen", "CTranslate2"))
+            threads = str(given["threads"])
+            rows.append((f"`{given['model']}`", _where(file), threads, texts, beams, ratio, *bleu))
+    return table(head, rows) if rows else NOT_YET
+
+
+def lossless() -> str:
+    """Return the table of outputs that were compared with and without a model's own drafts."""
+    head = "what", "calls or texts", "drafted tokens", "of them stand", "outputs that differ"
+    counts: dict[str, dict[str, int]] = {}
+    for _, data in _results("lossless"):
+        for name, cell in data["result"].items():
+            # Random calls of all families are one row.
+            what = name.split(", ")[0] if name.startswith("random") else name
+            total = counts.setdefault(what, dict.fromkeys((*cell, "texts"), 0))
+            for key, value in cell.items():
+                total["texts" if key == "calls" else key] += value
+    rows = (
+        (
+            what,
+            f"{cell['texts']:,}",
+            f"{cell['tokens_drafted']:,}",
+            f"{cell['tokens_accepted'] / max(1, cell['tokens_drafted']):.0%}",
+            f"{cell['differing']}",
+        )
+        for what, cell in counts.items()
+    )
+    return table(head, rows) if counts else NOT_YET
+
+
 def _ratio(found: dict[str, Any]) -> str:
     if not agrees(found):
         return DIFFER
@@ -474,12 +529,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "few-tokens-summary": few_tokens_summary,
     "grid-plots": grid_plots,
     "headline": headline,
+    "int8-peers": int8_peers,
+    "lossless": lossless,
     "machines": machines,
     "memory": memory,
     "never-worse": never_worse,
     "paper": paper,
     "peers": peers,
     "peers-summary": peers_summary,
+    "self-drafts": self_drafts,
     "speed": speed,
     "speed-summary": speed_summary,
 }
