@@ -287,7 +287,10 @@ def planned(call: Call, loop: Literal["beam", "sample"] = "sample") -> tuple[Pla
     kwargs = call.model_kwargs | {"synced_gpus": call.synced_gpus}
     if compat.is_user_provided(compat.cache_of(kwargs)):
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {IS_USER_PROVIDED}")
-    if kwargs.get(images.ENCODED):
+    spec = spec_of(call.model.config)
+    if spec is not None and any(
+        kwargs.get(name) is not None and kwargs[name] != {} for name in spec.prompts_only
+    ):
         raise ValueError(f"big-little decoding of {type(call.model).__name__}: {images.GIVEN}")
     try:
         plan, step = decide(
