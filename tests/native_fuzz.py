@@ -143,7 +143,8 @@ def _attention(draw: Draw) -> None:
         mask.masked_fill_(draw.normal(*shape) > 0, -torch.inf)
         mask[..., 0] = 0.5
     given = query, keys, values, mask, 0.3
-    _close(beam_attention(*given), beam_attention_reference(*given))
+    sinks = choose((None, draw.normal(heads * groups)))
+    _close(beam_attention(*given, sinks=sinks), beam_attention_reference(*given, sinks=sinks))
 
 
 def _log_softmax(draw: Draw) -> None:

@@ -62,6 +62,7 @@ def beam_attention_reference(
     scale: float,
     softcap: float | None = None,
     seen: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of M beams over the keys of their sentence, written as two einsums.
 
@@ -75,6 +76,7 @@ def beam_attention_reference(
         softcap: if given, scores become softcap * tanh(scores / softcap) before the mask is added.
         seen: (1,) int64 on the device. If given, only the first `seen` keys take part, whatever the
             other keys, values and mask entries hold.
+        sinks: (H,), one more score of each query head, whose weight belongs to no key; or None.
 
     Returns:
         (B, M, H, D) in the query's dtype.
@@ -94,8 +96,17 @@ def beam_attention_reference(
             scores.masked_fill(unseen, -torch.inf),
             values.masked_fill(unseen[:, None], 0.0),
         )
-    weights = torch.softmax(scores, -1).to(values.dtype)
+    weights = _weights(scores, sinks).to(values.dtype)
     return torch.einsum("bhmn,bhnd->bmhd", weights, values)
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores (B, H, M, N), in fp32 or fp64, next to a sink of each head."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if sinks is None:
+        return torch.softmax(scores, -1, dtype=wide)
+    sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=wide)[..., :-1]
 
 
 def beam_attention(
@@ -107,6 +118,7 @@ def beam_attention(
     softcap: float | None = None,
     seen: Tensor | None = None,
     newest: "Newest | None" = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of M beams over the keys of their sentence.
 
@@ -128,6 +140,7 @@ def beam_attention(
         query: as in `beam_attention_reference`, like the arguments up to `seen`.
         newest: keys and values of the newest tokens. If given, they are written to the last M
             visible slots before attention is computed.
+        sinks: as in `beam_attention_reference`.
 
     Raises:
         ValueError: the shapes do not fit; the message holds them.
@@ -149,22 +162,24 @@ def beam_attention(
     able_in_c = lambda: (  # noqa: E731
         softcap is None
         and seen is None
-        and plain(query, keys, values, mask)
+        and plain(query, keys, values, mask, sinks)
         and native.covers_attention(query, keys, values, mask)
     )
     backend = select_backend(
-        "beam_attention", supported, able_in_c, query, keys, values, mask, seen
+        "beam_attention", supported, able_in_c, query, keys, values, mask, seen, sinks
     )
     if backend is TRITON:
-        return _beam_attention_triton(query, keys, values, mask, scale, softcap, seen, newest)
+        return _beam_attention_triton(
+            query, keys, values, mask, scale, softcap, seen, newest, sinks
+        )
     if newest is not None:
         start = n - m if seen is None else seen - m
         write_slots_(keys, values, newest.keys[:, :, None], newest.values[:, :, None], start)
     if in_c(backend):
-        return native.beam_attention(backend, query, keys, values, mask, scale)
+        return native.beam_attention(backend, query, keys, values, mask, scale, sinks)
     if seen is not None:
-        return beam_attention_reference(query, keys, values, mask, scale, softcap, seen)
-    if query.device.type == "cpu" and softcap is None and b * kv_heads <= FEW:
+        return beam_attention_reference(query, keys, values, mask, scale, softcap, seen, sinks)
+    if query.device.type == "cpu" and softcap is sinks is None and b * kv_heads <= FEW:
         rows = query.transpose(1, 2)
         return F.scaled_dot_product_attention(
             rows, keys, values, mask, scale=scale, enable_gqa=groups > 1
@@ -192,10 +207,12 @@ def beam_attention(
             mask.view(-1, kv_heads, groups, *mask.shape[2:]) if per_head else mask.unsqueeze(1)
         )
         scores.view(b, kv_heads, groups, m, n).add_(grouped)
-    weights = torch.softmax(scores, -1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
-        values.dtype
-    )
-    out = torch.bmm(weights, values)
+    if sinks is None:
+        weights = _weights(scores, None)
+    else:
+        by_head = scores.view(b, kv_heads, groups, m, n).flatten(1, 2)
+        weights = _weights(by_head, sinks).reshape(scores.shape)
+    out = torch.bmm(weights.to(values.dtype), values)
     return out.view(b, kv_heads, groups, m, -1).permute(0, 3, 1, 2, 4).reshape(b, m, h, -1)
 
 
@@ -277,6 +294,7 @@ def _beam_attention_triton(
     softcap: float | None,
     seen: Tensor | None,
     newest: Newest | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     b, m, h, d = query.shape
     kv_heads, n = keys.shape[1], keys.shape[2]
@@ -302,27 +320,28 @@ def _beam_attention_triton(
     new_keys, new_values = (query, query) if newest is None else newest
     launch(
         _attention_kernel, (b * kv_heads * chunks, parts), query, keys, values, expanded_mask,
-        query if seen is None else seen, new_keys, new_values, mixed, highest, sums, ended, out, b,
-        m, kv_heads, h // kv_heads, chunks, d, n, length, scale, softcap or 0.0, *query.stride(),
-        *keys.stride(), *values.stride(), *expanded_mask.stride(), *new_keys.stride()[:2],
-        *new_values.stride()[:2], ROWS=tile.rows, DIMS=max(16, power_of_two(d)), BLOCK=tile.block,
+        query if seen is None else seen, query if sinks is None else sinks.contiguous(), new_keys,
+        new_values, mixed, highest, sums, ended, out, b, m, kv_heads, h // kv_heads, chunks, d, n,
+        length, scale, softcap or 0.0, *query.stride(), *keys.stride(), *values.stride(),
+        *expanded_mask.stride(), *new_keys.stride()[:2], *new_values.stride()[:2], ROWS=tile.rows,
+        DIMS=max(16, power_of_two(d)), BLOCK=tile.block,
         NEW=0 if newest is None else power_of_two(m), MASKED=mask is not None,
-        CAPPED=softcap is not None, WHOLE=parts == 1, COUNTED=seen is not None,
-        WIDE=INTERPRETED and query.dtype == torch.bfloat16, num_warps=tile.warps,
-        num_stages=tile.stages,
+        CAPPED=softcap is not None, SUNK=sinks is not None, WHOLE=parts == 1,
+        COUNTED=seen is not None, WIDE=INTERPRETED and query.dtype == torch.bfloat16,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
 
 @jit("sentences", "beams", "kv_heads", "groups", "chunks", "new_keys_r", "new_values_r")
 def _attention_kernel(
-    query_ptr, keys_ptr, values_ptr, mask_ptr, seen_ptr, new_keys_ptr, new_values_ptr, mixed_ptr,
-    highest_ptr, sum_ptr, ended_ptr, out_ptr, sentences, beams, kv_heads, groups, chunks, dims,
-    count, length, scale, softcap, query_b, query_m, query_h, query_d, keys_b, keys_h, keys_n,
+    query_ptr, keys_ptr, values_ptr, mask_ptr, seen_ptr, sinks_ptr, new_keys_ptr, new_values_ptr,
+    mixed_ptr, highest_ptr, sum_ptr, ended_ptr, out_ptr, sentences, beams, kv_heads, groups, chunks,
+    dims, count, length, scale, softcap, query_b, query_m, query_h, query_d, keys_b, keys_h, keys_n,
     keys_d, values_b, values_h, values_n, values_d, mask_b, mask_h, mask_m, mask_n, new_keys_r,
     new_keys_h, new_values_r, new_values_h, ROWS: constexpr, DIMS: constexpr, BLOCK: constexpr,
-    NEW: constexpr, MASKED: constexpr, CAPPED: constexpr, WHOLE: constexpr, COUNTED: constexpr,
-    WIDE: constexpr,
+    NEW: constexpr, MASKED: constexpr, CAPPED: constexpr, SUNK: constexpr, WHOLE: constexpr,
+    COUNTED: constexpr, WIDE: constexpr,
 ):  # fmt: skip
     """Compute attention for the queries of one key head, or a chunk of them, over one partition."""
     pair, part = tl.program_id(0) // chunks, tl.program_id(1)
@@ -347,6 +366,10 @@ def _attention_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
+    if SUNK:  # a key without a value, which the first partition has
+        sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32)
+        highest = tl.where(part == 0, sink, highest)
+        total = tl.where(part == 0, 1.0, total)
     room = tl.minimum(count, (part + 1) * length)
     last = count
     if COUNTED:

@@ -17,6 +17,7 @@ from fastgen.models.build.equivalence_check import OUTPUTS_DIFFER, by_modules
 from fastgen.models.layers import linear
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.specs.registry import SPECS
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
 from fastgen.patches.transformers.planning.sharing import not_shared
 from tests.support import zoo
@@ -203,7 +204,6 @@ DECLINED: dict[str, tuple[Callable[[], Any], str]] = {
         _phi3_of_its_own,
         "_Phi3OfItsOwn has its own prepare_inputs_for_generation",
     ),
-    "window": (lambda: zoo.build("gemma3_text"), "the text may outgrow the sliding window"),
     "training": (_with(_train), "a BartAttention is in training mode"),
     "part": (
         _with(lambda m, layer: layer.add_module("extra", nn.Linear(2, 2).double())),
@@ -240,6 +240,26 @@ def test_declined(what: str) -> None:
     assert _left_off(model, zoo.batch(model, 3, 7) | {"num_beams": 3, "max_new_tokens": 8}) == (
         by_modules(reason),
     )
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3}, METHODS["samples"]], ids=["beams", "samples"]
+)
+@pytest.mark.parametrize("length", [5, 11])
+@pytest.mark.parametrize("given", [False, True], ids=["", "given cache"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text"])
+def test_a_text_that_outgrows_its_window(
+    family: str, given: bool, length: int, options: dict[str, Any]
+) -> None:
+    """The window of 8 tokens is a bias; a given cache does not tell of it, but the config does."""
+    model = zoo.build(family)
+    kwargs = zoo.batch(model, 4, length, "none" if family == "gemma2" else "natural")
+    kwargs |= options | FIELDS | {"max_new_tokens": 20, "min_new_tokens": 20}
+    for _ in range(2):
+        more = {CACHE: tf.DynamicCache()} if given else {}
+        tolerance = 1e-5 if family == "gemma2" else 1e-6
+        assert assert_same(model, kwargs | more, tolerance=tolerance).error is None
+        assert _fused()
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from fastgen.ops.counts import calls
 from fastgen.ops.native import step as c
 from fastgen.patches.transformers.generate.report import last_call
 from fastgen.patches.transformers.introspection import noise
+from fastgen.patches.transformers.planning import sharing
 from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixture
 from tests.support import zoo
 from tests.support.parity import assert_same
@@ -56,6 +57,11 @@ OWN: dict[str, Callable[[], Any]] = {
         tf.HeliumConfig(**zoo._DECODER | {"head_dim": 16, "num_attention_heads": 4})
     ),
     # Experts whose weights fill whole panels.
+    "gpt_oss": lambda: zoo.with_sinks(
+        tf.GptOssForCausalLM(
+            tf.GptOssConfig(**_FILLED | {"intermediate_size": 32}, sliding_window=8)
+        )
+    ),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**_FILLED)),
     "olmoe": lambda: tf.OlmoeForCausalLM(
         tf.OlmoeConfig(**{name: value for name, value in _FILLED.items() if name != "head_dim"})
@@ -71,7 +77,7 @@ _FILLED = zoo._EXPERTS | {
     "hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 128,
     "num_experts": 5, "num_local_experts": 5, "initializer_range": 0.3,
 }  # fmt: skip
-EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+EXPERTS = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 NOT_WRITTEN = {
     # QKV weights that are interleaved by head or in another order.
     "bloom",
@@ -105,6 +111,14 @@ NOT_WRITTEN = {
     "minimax_m2",
     "phimoe",
     "solar_open",
+    # Attention over latent vectors.
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "minicpm3",
+    "sarvam_mla",
+    "youtu",
     # A mask token after each newest one.
     "unilm",
     # Heads of 8 dimensions in the zoo.
@@ -162,6 +176,31 @@ def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
     call = last_call()
     assert call is not None
     assert (_steps() > 0) == (call.plan.fused and family not in NOT_WRITTEN)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("length", [5, 11])
+def test_sliding_windows(
+    length: int,
+    method: str,
+    variant: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """C reads the keys in the window; a single row that would keep too much is left alone."""
+    model = zoo.build("gpt_oss", torch.float32)  # one of two layers has a window of 8
+    kwargs = zoo.batch(model, 4, length) | METHODS[method] | {"max_new_tokens": 20}
+    for _ in range(2):
+        assert assert_same(model, kwargs).error is None
+        call = last_call()
+        assert call is not None
+        assert call.plan.fused
+        assert not call.plan.not_in_c
+    assert _steps() + calls["search", "native"] > 0
+    monkeypatch.setattr(sharing, "MOST_KEPT", 1)
+    assert assert_same(model, kwargs).error is None
+    call = last_call()
+    assert call is not None
+    assert call.plan.shared == (method != "greedy")
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -329,15 +368,24 @@ def test_experts_may_change_between_calls(variant: str, family: str) -> None:  #
     model = zoo.build(family, torch.float32)
     kwargs = zoo.batch(model, 4, 9) | {"max_new_tokens": 12, "min_new_tokens": 12}
     mixture: Any = model.model.layers[1].mlp
-    experts = mixture.experts
+    experts, router = mixture.experts, mixture._modules.get("gate", mixture._modules.get("router"))
     wide = nn.Parameter(experts.gate_up_proj.detach().flip(0).clone())
     changes: list[Callable[[], object]] = [
         lambda: experts.gate_up_proj.data.neg_(),
         lambda: experts.down_proj.mul_(-2.0),
         lambda: setattr(experts, "gate_up_proj", wide),
-        lambda: mixture.gate.weight.data.neg_(),
-        lambda: setattr(mixture.gate, "top_k", 1),
+        lambda: router.weight.data.neg_(),
+        lambda: setattr(router, "top_k", 1),
     ]
+    if family == "gpt_oss":
+        changes += [
+            lambda: experts.gate_up_proj_bias.data.mul_(-3.0),
+            lambda: experts.down_proj_bias.mul_(-3.0),
+            lambda: router.bias.data.neg_(),
+            lambda: setattr(experts, "limit", 0.5),
+            lambda: setattr(experts, "alpha", 5.0),
+            lambda: model.model.layers[0].self_attn.sinks.add_(6.0),
+        ]
     assert assert_same(model, kwargs).error is None
     for change in changes:
         before = model.generate(**kwargs)

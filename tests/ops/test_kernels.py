@@ -494,9 +494,10 @@ def test_ngrams_strided(device: str) -> None:
 def _check_attention(
     ops: Any, device: str, b: int, m: int, h: int, kv: int, n: int, d: int,
     dtype: torch.dtype = torch.float32, softcap: float | None = None,
-    mask_shape: tuple[int, ...] | None = None,
+    mask_shape: tuple[int, ...] | None = None, sunk: bool = False,
 ) -> None:  # fmt: skip
     query = _randn(b, m, h, d, dtype=dtype, device=device)
+    sinks = _randn(h, seed=4, dtype=dtype, device=device) * 2 if sunk else None
     room = n + 5
     keys, values = (
         _randn(b, kv, room, d, seed=s, dtype=dtype, device=device)[:, :, :n] for s in (1, 2)
@@ -509,12 +510,13 @@ def _check_attention(
     with _Watched(query, keys, values, mask):
         pass
     before = dispatch.launches["_attention_kernel"]
-    found = ops.beam_attention(query, keys, values, mask, scale, softcap)
+    found = ops.beam_attention(query, keys, values, mask, scale, softcap, sinks=sinks)
     assert dispatch.launches["_attention_kernel"] == before + 1
     assert (found.shape, found.dtype) == (query.shape, dtype)
-    reference = ops.beam_attention_reference(query, keys, values, mask, scale, softcap)
-    wide = (x if x is None else x.double() for x in (query, keys, values, mask))
-    _close(found, reference, ops.beam_attention_reference(*wide, scale, softcap), FLOOR[dtype])
+    reference = ops.beam_attention_reference(query, keys, values, mask, scale, softcap, sinks=sinks)
+    *wide, sinks = (x if x is None else x.double() for x in (query, keys, values, mask, sinks))
+    exact = ops.beam_attention_reference(*wide, scale, softcap, sinks=sinks)
+    _close(found, reference, exact, FLOOR[dtype])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -550,6 +552,19 @@ def test_attention(
     ):
         _check_attention(
             beam_attention, device, b, m, h, kv, n, 8, softcap=softcap, mask_shape=shape
+        )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("b", "m", "h", "kv", "n"), [(1, 1, 1, 1, 1), (3, 5, 6, 2, 33), (1, 4, 2, 2, 1_100)]
+)
+def test_attention_with_sinks(
+    b: int, m: int, h: int, kv: int, n: int, dtype: torch.dtype, device: str
+) -> None:
+    for shape in (None, (b, h, m, n)):
+        _check_attention(
+            beam_attention, device, b, m, h, kv, n, 8, dtype, mask_shape=shape, sunk=True
         )
 
 

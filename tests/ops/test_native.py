@@ -144,6 +144,11 @@ def test_attention(
         torch.equal(old, new) for old, new in zip(before, (query, keys, values), strict=True)
     )
     assert calls == {("beam_attention", "native"): 1}
+    sinks = _randn(key_heads * groups, seed=3) * 3
+    found = beam_attention(query, keys, values, mask, 0.3, sinks=sinks)
+    wanted = beam_attention_reference(query, keys, values, mask, 0.3, sinks=sinks)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert calls == {("beam_attention", "native"): 2}
 
 
 def test_attention_of_large_scores(variant: str) -> None:

@@ -20,6 +20,7 @@ from fastgen.ops import linear as linear_ops
 from fastgen.ops import native, processor
 from fastgen.ops.activation import activation_, activation_reference, kind_of
 from fastgen.ops.beam_attention import beam_attention, beam_attention_reference
+from fastgen.ops.latent_attention import latent_attention, latent_attention_reference
 from fastgen.ops.selection import kbest as kbest_module
 from fastgen.ops.selection.kbest import (
     LogitsUpdates,
@@ -437,15 +438,19 @@ def _attention(
 
 
 def _check_attention(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Check both implementations: equal in fp64, else about twice the reference's error at most."""
+    blind = 0.0 if softcap is None else torch.nan
     with patch.object(attention_module, "FEW", 10**9):
-        _check_one_attention(
-            query, keys, values, mask, softcap, blind=0.0 if softcap is None else torch.nan
-        )
+        _check_one_attention(query, keys, values, mask, softcap, sinks, blind)
     with patch.object(attention_module, "FEW", 0):
-        return _check_one_attention(query, keys, values, mask, softcap, blind=torch.nan)
+        return _check_one_attention(query, keys, values, mask, softcap, sinks, blind=torch.nan)
 
 
 def _check_one_attention(
@@ -454,14 +459,16 @@ def _check_one_attention(
     values: Tensor,
     mask: Tensor | None,
     softcap: float | None,
+    sinks: Tensor | None,
     blind: float,
 ) -> Tensor:
     """Check attention; a beam that sees nothing gets `blind`."""
     scale = query.shape[-1] ** -0.5
-    unmodified = _unmodified(query, keys, values, *([] if mask is None else [mask]))
-    found = beam_attention(query, keys, values, mask, scale, softcap)
+    given = [x for x in (query, keys, values, mask, sinks) if x is not None]
+    unmodified = _unmodified(*given)
+    found = beam_attention(query, keys, values, mask, scale, softcap, sinks=sinks)
     assert unmodified()
-    reference = beam_attention_reference(query, keys, values, mask, scale, softcap)
+    reference = beam_attention_reference(query, keys, values, mask, scale, softcap, sinks=sinks)
     assert found.shape == query.shape
     assert found.dtype == query.dtype
     exact = beam_attention_reference(
@@ -471,6 +478,7 @@ def _check_one_attention(
         None if mask is None else mask.double(),
         scale,
         softcap,
+        sinks=None if sinks is None else sinks.double(),
     )
     expected = torch.full_like(found[exact.isnan()], blind)
     torch.testing.assert_close(found[exact.isnan()], expected, equal_nan=True, atol=0, rtol=0)
@@ -478,13 +486,11 @@ def _check_one_attention(
         (x.double() - exact).nan_to_num(0.0).abs().max().item()
         for x in (found, reference.to(query.dtype))
     )
-    floor = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[
-        query.dtype
-    ]
-    assert error <= 2 * allowed + floor
+    assert error <= 2 * allowed + _FLOOR[query.dtype]
     return found
 
 
+_FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 _DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -514,6 +520,61 @@ def test_attention(
         mask = _randn(*shape, seed=3, dtype=dtype)
         mask[..., 1::2] = -INF
         _check_attention(query, keys, values, mask, softcap)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("b", "m", "h", "kv", "n"), [(1, 1, 1, 1, 1), (3, 5, 6, 2, 33)])
+def test_attention_with_sinks(
+    b: int, m: int, h: int, kv: int, n: int, softcap: float | None, dtype: torch.dtype
+) -> None:
+    query, keys, values = _attention(b, m, h, kv, n, 8, dtype)
+    sinks = _randn(h, seed=4, dtype=dtype) * 2
+    for shape in (None, (1, 1, 1, n), (b, h, m, n)):
+        mask = None if shape is None else _randn(*shape, seed=3, dtype=dtype)
+        if mask is not None:
+            mask[..., ::2] = -INF
+        found = _check_attention(query, keys, values, mask, softcap, sinks)
+        if n == 1 and mask is not None:  # the sink has all of the weight
+            assert torch.equal(found, torch.zeros_like(found))
+        else:
+            without = beam_attention(query, keys, values, mask, 8**-0.5, softcap)
+            assert not torch.equal(found, without)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize(("b", "m", "h", "n"), [(1, 1, 1, 1), (3, 5, 6, 33)])
+def test_latent_attention(b: int, m: int, h: int, n: int, dtype: torch.dtype) -> None:
+    """Heads attend to latent vectors, which are values too, and to a part of the keys alone."""
+    query = _randn(b, m, h, 16, dtype=dtype)
+    latents, turned = (_randn(b, 1, n + 2, d, seed=d, dtype=dtype)[:, :, :n] for d in (12, 4))
+    for shape in (None, (1, 1, 1, n), (b, 1, m, n), (b, h, m, n)):
+        mask = None if shape is None else _randn(*shape, seed=3, dtype=dtype)
+        if mask is not None:
+            mask[..., 1::2] = -INF
+        given = query, latents, turned, mask
+        unmodified = _unmodified(*(x for x in given if x is not None))
+        found = latent_attention(*given, 0.3)
+        assert unmodified()
+        assert (found.shape, found.dtype) == ((b, m, h, 12), dtype)
+        reference = latent_attention_reference(*given, 0.3)
+        wide = [x if x is None else x.double() for x in given]
+        exact = latent_attention_reference(*wide, 0.3)
+        keys = torch.cat([wide[1], wide[2]], 3)
+        plainly = beam_attention_reference(wide[0], keys, keys, wide[3], 0.3)[..., :12]
+        torch.testing.assert_close(exact, plainly, atol=1e-12, rtol=1e-12)
+        error, allowed = ((x.double() - exact).abs().max().item() for x in (found, reference))
+        assert error <= 2 * allowed + _FLOOR[dtype]
+        seen = torch.tensor([n // 2 + 1])
+        cut = None if mask is None else mask[..., : n // 2 + 1]
+        found = latent_attention(query, latents, turned, mask, 0.3, seen)
+        wanted = latent_attention(query, latents[:, :, :seen], turned[:, :, :seen], cut, 0.3)
+        torch.testing.assert_close(found, wanted, atol=_FLOOR[dtype], rtol=1e-2)
+
+
+def test_latent_attention_of_other_shapes() -> None:
+    with pytest.raises(ValueError, match="does not fit"):
+        latent_attention(_randn(2, 3, 4, 16), _randn(2, 1, 5, 12), _randn(2, 1, 5, 5), None, 1.0)
 
 
 @pytest.mark.parametrize(("b", "expected"), [(2, True), (3, False)])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -48,6 +49,12 @@ _EXPERTS: dict[str, Any] = _DECODER | {
 _GROUPED: dict[str, Any] = _EXPERTS | {
     "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1,
     "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+_LATENT: dict[str, Any] = {k: v for k, v in _GROUPED.items() if k != "head_dim"} | {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6, "v_head_dim": 10,
 }  # fmt: skip
 
 
@@ -199,6 +206,14 @@ _FALCON: dict[str, Any] = {
 }  # fmt: skip
 
 
+def with_sinks(model: Any) -> Any:
+    """Make the attention sinks and biases of a new model large enough to tell, and return it."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            nn.init.normal_(parameter)
+    return model
+
+
 def _falcon(**form: Any) -> Any:
     return tf.FalconForCausalLM(tf.FalconConfig(**_FALCON, **form))
 
@@ -307,6 +322,24 @@ MORE: dict[str, Callable[[], Any]] = {
     "smollm3": lambda: tf.SmolLM3ForCausalLM(
         tf.SmolLM3Config(**_DECODER | {"num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
     ),
+    "axk1": lambda: tf.AXK1ForCausalLM(
+        tf.AXK1Config(**_LATENT, mlp_layer_types=["dense", "sparse"])
+    ),
+    "deepseek_v2": lambda: tf.DeepseekV2ForCausalLM(
+        tf.DeepseekV2Config(**_LATENT, topk_method="group_limited_greedy")
+    ),
+    "deepseek_v3": lambda: tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**_LATENT)),
+    "deepseek_v3-plain": lambda: tf.DeepseekV3ForCausalLM(
+        tf.DeepseekV3Config(**_LATENT | {"q_lora_rank": None}, rope_interleave=False)
+    ),
+    "glm4_moe_lite": lambda: tf.Glm4MoeLiteForCausalLM(
+        tf.Glm4MoeLiteConfig(**_LATENT, mlp_layer_types=["dense", "sparse"])
+    ),
+    "minicpm3": lambda: tf.MiniCPM3ForCausalLM(
+        tf.MiniCPM3Config(**_LATENT, scale_emb=3.0, scale_depth=0.8, dim_model_base=4)
+    ),
+    "sarvam_mla": lambda: tf.DeepseekV3ForCausalLM(tf.SarvamMLAConfig(**_LATENT)),
+    "youtu": lambda: tf.YoutuForCausalLM(tf.YoutuConfig(**_LATENT)),
     "dots1": lambda: tf.Dots1ForCausalLM(tf.Dots1Config(**_GROUPED)),
     "ernie4_5_moe": lambda: tf.Ernie4_5_MoeForCausalLM(
         tf.Ernie4_5_MoeConfig(
@@ -322,6 +355,9 @@ MORE: dict[str, Callable[[], Any]] = {
     ),
     "flex_olmo": lambda: tf.FlexOlmoForCausalLM(tf.FlexOlmoConfig(**_EXPERTS)),
     "glm4_moe": lambda: tf.Glm4MoeForCausalLM(tf.Glm4MoeConfig(**_GROUPED, use_qk_norm=True)),
+    "gpt_oss": lambda: with_sinks(
+        tf.GptOssForCausalLM(tf.GptOssConfig(**_EXPERTS, sliding_window=64))
+    ),
     "granitemoe": lambda: tf.GraniteMoeForCausalLM(
         tf.GraniteMoeConfig(
             **_EXPERTS, embedding_multiplier=3.0, attention_multiplier=0.2,

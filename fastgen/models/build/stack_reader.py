@@ -8,7 +8,8 @@ place of linear ones run as modules.
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +29,27 @@ from fastgen.models.build.peft_layers import (
     is_of_peft,
 )
 from fastgen.models.layers import activation
-from fastgen.models.layers.experts import ExpertProducts, Experts, Routing, is_plain
+from fastgen.models.layers.experts import ExpertProducts, Experts, Routing, is_clamped, is_plain
 from fastgen.models.layers.linear import Identity, Product
 from fastgen.models.layers.norm import ConstantScale, NormLike, unnormed
-from fastgen.models.layers.positions import AttentionBias, InterleavedRotary, Rotary, RotationTable
+from fastgen.models.layers.positions import (
+    AttentionBias,
+    ComplexRotary,
+    InterleavedRotary,
+    PairedRotary,
+    Rotary,
+    RotationTable,
+)
 from fastgen.models.routing.instance import is_toolkits
 from fastgen.models.runtime.decode_step import Embedding
 from fastgen.models.runtime.prophetnet import StreamAttention, StreamEmbedding
-from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
+from fastgen.models.runtime.sublayers import (
+    CrossAttention,
+    FeedForward,
+    LatentAttention,
+    SelfAttention,
+    Sublayer,
+)
 from fastgen.models.specs.model_spec import Attention, Mlp, Stack
 from fastgen.models.specs.model_spec import Embedding as EmbeddingSpec
 from fastgen.models.specs.model_spec import Experts as ExpertsSpec
@@ -67,10 +81,14 @@ class StackReader(LayerReader):
         model: The model, or the stack itself.
         spec: The names of the stack's parts.
         longest: Maximum number of tokens of a text.
+        windows: The tokens that self-attention of each layer sees, None for all; empty where all
+            layers see all tokens.
     """
 
-    def __init__(self, model: Any, spec: Stack, longest: int) -> None:
-        self.model, self.spec, self.longest = model, spec, longest
+    def __init__(
+        self, model: Any, spec: Stack, longest: int, windows: Sequence[int | None] = ()
+    ) -> None:
+        self.model, self.spec, self.longest, self.windows = model, spec, longest, windows
         self.stack = at(model, spec.path)
         self.layers: list[Any] = list(at(self.stack, spec.layers).children())
         like = (
@@ -79,12 +97,12 @@ class StackReader(LayerReader):
             else at(self.stack, spec.embedding.tokens).weight
         )
         super().__init__(like.dtype, like.device.type)
-        self.width: int = like.shape[-1]
+        self.location, self.width = like.device, int(like.shape[-1])
         if hasattr(model, "config"):
             self.fingerprint.append(repr(vars(model.config)))
         alibi = spec.positions.alibi
         self.bias: AttentionBias | None = None if alibi is None else self.alibi(alibi)
-        self.windows: list[AttentionBias] = []
+        self.window_biases: list[AttentionBias] = []
         self.tables: list[RotationTable] = []
         self.rotations: dict[str | None, Rotary] = {}
         self.buckets: tuple[tuple[int, int], Tensor] | None = None
@@ -164,7 +182,9 @@ class StackReader(LayerReader):
             inner = at(module, names.inner)
             if getattr(inner, "layer_idx", getattr(inner, "layer_id", index)) not in (index, None):
                 raise NotFused("its layers number their keys and values in another order")
-            attend: Any = read(module, names)
+            attend: Any = (read if names.latent is None else self.latent_attention)(module, names)
+            if names is spec.self_attention and index < len(self.windows):
+                attend = self.within(attend, self.windows[index])
             out = self.product(at(module, names.out))
             post_norm = self.post_norm(layer, names.post_norm)
             parts.append(_Part(index, attend, out, post_norm, self.norm_at(layer, names.norm)))
@@ -193,22 +213,30 @@ class StackReader(LayerReader):
         router, experts = at(layer, names.router), at(layer, names.experts)
         if is_of_peft(router) or is_of_peft(experts):
             return None
-        held = [experts._parameters.get(name) for name in ("gate_up_proj", "down_proj")]
-        kind = activation.kind(getattr(experts, "act_fn", None))
-        if kind is None or not (
-            all(weight is not None and is_plain(weight) for weight in (*held, router.weight))
-            and getattr(router, "bias", None) is None
-            and experts._apply_gate.__name__ == "_default_apply_gate"
+        held = [router.weight, *map(experts._parameters.get, ("gate_up_proj", "down_proj"))]
+        biases: list[Any] = [getattr(router, "bias", None), None, None]
+        if experts.has_bias:
+            biases[1:] = map(experts._parameters.get, ("gate_up_proj_bias", "down_proj_bias"))
+        clamp, kind = None, None
+        if experts._apply_gate.__name__ == "_default_apply_gate":
+            kind = activation.kind(getattr(experts, "act_fn", None))
+        elif not experts.is_concatenated and hasattr(experts, "limit"):
+            of_gate = float(experts.alpha), float(experts.limit)
+            clamp = of_gate if is_clamped(type(experts)._apply_gate, *of_gate) else None
+        if (kind, clamp) == (None, None) or not (
+            all(weight is not None and is_plain(weight) for weight in held)
+            and all(bias is None or is_plain(bias) for bias in biases)
             and not any(getattr(experts, name, False) for name in _OTHER_EXPERTS)
             and experts.config._experts_implementation in _SAME_EXPERTS
         ):
             return None
         normalised, chosen = bool(names.normalised(router)), int(router.top_k)
         gate = None if names.shared_gate is None else at(layer, names.shared_gate)
-        self.fingerprint += (normalised, chosen, kind)
+        self.fingerprint += (normalised, chosen, kind, clamp)
         return Routing(
             router.weight, chosen, normalised, names.rounded, kind,
-            ExpertProducts(experts, "gate_up_proj"), ExpertProducts(experts, "down_proj"),
+            ExpertProducts(experts, "gate_up_proj", experts.is_transposed),
+            ExpertProducts(experts, "down_proj", experts.is_transposed), *biases, clamp,
             tuple(self.product(at(layer, name)) for name in names.shared),
             None if gate is None else gate.weight,
         )  # fmt: skip
@@ -246,16 +274,15 @@ class StackReader(LayerReader):
             module, "is_cross_attention", False
         ):
             raise NotFused("attention in a precision or form of its own")
-        functions = vars(sys.modules[type(module).__module__])
-        for name in _FUNCTIONS:
-            if name in functions and not is_toolkits(functions[name]):
-                raise NotFused(f"a function {name} of its own")
-            self.fingerprint.append(functions.get(name))
+        self.check_functions(module)
         query_norm, key_norm = (self.norm(module._modules.get(name)) for name in names.qk_norm)
         scale = float(names.scale(inner))
         softcap = None if names.softcap is None else getattr(module, names.softcap)
         groups = names.qkv_groups(module)
         repeats_kv = names.repeats_kv is not None and bool(getattr(module, names.repeats_kv))
+        sinks = module._parameters.get(names.sinks)
+        if sinks is not None and len(module._parameters) == 1:
+            self.read.add(module)
         self.fingerprint += (dims, scale, softcap, groups, repeats_kv)
         if names.relative_positions is not None:
             return StreamAttention(
@@ -267,7 +294,47 @@ class StackReader(LayerReader):
             self.products(qkv), heads, dims, scale, query_norm, key_norm,
             self.score_bias(module, names), self.rotary(module, names.rotary), softcap, groups,
             names.values_first, repeats_kv, names.rotary.interleaved, names.norms_all_heads,
-            names.norms_rotated, names.rotary.fp32,
+            names.norms_rotated, names.rotary.fp32, sinks,
+        )  # fmt: skip
+
+    def check_functions(self, module: Any) -> None:
+        """Raise `NotFused` where a function that a step reimplements was replaced."""
+        functions = vars(sys.modules[type(module).__module__])
+        for name in _FUNCTIONS:
+            if name in functions and not is_toolkits(functions[name]):
+                raise NotFused(f"a function {name} of its own")
+            self.fingerprint.append(functions.get(name))
+
+    def latent_attention(self, module: Any, names: Attention) -> LatentAttention:
+        latent = names.latent
+        assert latent is not None
+        turned, kept, values = (
+            int(getattr(module, name)) for name in (latent.turned, latent.kept, latent.values)
+        )
+        expand, heads = at(module, latent.expand), self.inputs(at(module, names.out)) // values
+        if not self.is_plain(expand) or expand.bias is not None:
+            raise NotFused(f"a {name_of(expand)} in place of a linear layer without a bias")
+        self.read.update(expand.modules())
+        self.check_functions(module)
+        whole = part_or_none(module, latent.query)
+        parts = (
+            [whole]
+            if whole is not None
+            else [at(module, latent.query_down), at(module, latent.query_up)]
+        )
+        scale, pairs_apart = float(names.scale(module)), latent.pairs_apart(module)
+        rotary = self.rotary(module, names.rotary)
+        if rotary is None:
+            raise NotFused("latent attention without a rotation")
+        self.fingerprint += (turned, kept, values, scale, pairs_apart)
+        return LatentAttention(
+            tuple(map(self.product, parts)), heads, kept + turned, scale,
+            None if whole is not None else self.norm(at(module, latent.query_norm)),
+            self.norm(at(module, latent.norm)), rotary=rotary,
+            interleaved=names.rotary.interleaved, rotates_fp32=names.rotary.fp32,
+            compress=self.product(at(module, latent.compress)),
+            expand=expand.weight.view(heads, kept + values, -1), turned=turned,
+            pairs_apart=pairs_apart,
         )  # fmt: skip
 
     def cross_attention(self, module: Any, names: Attention) -> CrossAttention:
@@ -305,7 +372,10 @@ class StackReader(LayerReader):
     def score_bias(self, module: Any, names: Attention) -> AttentionBias | None:
         """Return a module's own bias of scores, else that of an earlier layer or of the stack."""
         if names.causal_mask is not None:
-            return self.window(getattr(module, names.causal_mask))
+            visible: Tensor = getattr(module, names.causal_mask)
+            # Beyond the table there are no positions for tokens either.
+            last = min(self.longest, visible.shape[2]) - 1
+            return self.window(visible[0, 0, last : last + 1, : last + 1].flip(1))
         if getattr(module, "has_relative_attention_bias", False):
             if self.dtype == torch.float16:
                 raise NotFused("float16, in which its sums are clamped")
@@ -317,27 +387,33 @@ class StackReader(LayerReader):
         by_key = self.spec.positions.alibi_by_key
         return AttentionBias(functools.partial(make, self.stack, self.longest), by_key)
 
+    def within(self, attention: SelfAttention, tokens: int | None) -> SelfAttention:
+        """Limit attention to the last `tokens` tokens, unless no text is longer."""
+        if tokens is None or tokens >= self.longest:
+            return attention
+        if attention.bias is not None:
+            raise NotFused("the text may outgrow the sliding window, and scores have a bias")
+        distances = torch.arange(self.longest, dtype=torch.int64, device=self.location)
+        return replace(attention, bias=self.window(distances[None] < tokens))
+
     def window(self, visible: Tensor) -> AttentionBias | None:
-        """Return the bias that limits attention to the window of the longest text's last token.
+        """Return the bias that limits attention to a window.
 
         Args:
-            visible: (1, 1, P, P) bool, True where visible.
+            visible: (1, L) bool by distance, True where visible.
 
         Returns:
             An additive bias by distance, shared by layers with the same window; None for no window.
         """
-        # Beyond the table there are no positions for tokens either.
-        last = min(self.longest, visible.shape[2]) - 1
-        visible = visible[0, 0, last : last + 1, : last + 1].flip(1)
         if bool(visible.all()):
             return None
         table = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(
             ~visible, -torch.inf
         )
-        known = next((bias for bias in self.windows if torch.equal(bias.table, table)), None)
+        known = next((bias for bias in self.window_biases if torch.equal(bias.table, table)), None)
         if known is None:
             known = AttentionBias(lambda: table)
-            self.windows.append(known)
+            self.window_biases.append(known)
         return known
 
     def embedding(self, spec: EmbeddingSpec) -> Embedding:
@@ -420,7 +496,9 @@ class StackReader(LayerReader):
             return None
         if which not in self.rotations:
             rotary = module if which is None else functools.partial(module, layer_type=which)
-            self.rotations[which] = InterleavedRotary(rotary) if spec.halves else rotary
+            rotary = InterleavedRotary(rotary) if spec.halves else rotary
+            rotary = ComplexRotary(rotary) if spec.complex else rotary
+            self.rotations[which] = PairedRotary(rotary) if spec.once else rotary
         return self.rotations[which]
 
     def rotation_table(self, table: Tensor) -> Rotary:
@@ -436,12 +514,14 @@ _SAME_EXPERTS = ("eager", "grouped_mm", "batched_mm")
 """Implementations of experts in transformers that compute the same."""
 
 
-_OTHER_EXPERTS = ("has_bias", "has_post_expert_norm", "is_transposed", "_is_expert_parallel")
+_OTHER_EXPERTS = ("has_post_expert_norm", "_is_expert_parallel")
 """Attributes of experts that compute something else."""
 
 
 _FUNCTIONS = (
     "apply_rotary_pos_emb",
+    "apply_rotary_pos_emb_interleave",
+    "apply_rotary_emb",
     "eager_attention_forward",
     "build_alibi_tensor",
     "build_mpt_alibi_tensor",

@@ -1,6 +1,7 @@
 """Build a decode step from a live model's modules and its spec (`models.specs`)."""
 
 import functools
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -14,19 +15,22 @@ from fastgen.models.runtime.native.step import native_step
 from fastgen.models.specs.model_spec import Head, ModelSpec
 
 
-def step_of(model: nn.Module, spec: ModelSpec, longest: int) -> DecoderStep:
+def step_of(
+    model: nn.Module, spec: ModelSpec, longest: int, windows: Sequence[int | None] = ()
+) -> DecoderStep:
     """Build the decode step of a model in evaluation mode.
 
     Args:
         model: The model.
         spec: Its spec.
         longest: Maximum number of tokens of a text.
+        windows: As `StackReader` takes them.
 
     Raises:
         NotFused: The model differs from its spec.
     """
     with reading("decoder"):
-        return _DecoderReader(model, spec.decoder, longest).step(spec)
+        return _DecoderReader(model, spec.decoder, longest, windows).step(spec)
 
 
 class _DecoderReader(StackReader):

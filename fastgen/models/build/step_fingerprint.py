@@ -12,9 +12,21 @@ from fastgen.models.layers.experts import Experts
 from fastgen.models.layers.linear import Identity, MergedLinear, TorchLinear
 from fastgen.models.layers.low_rank import Adapter, LowRank
 from fastgen.models.layers.norm import ConstantScale, ModuleNorm, Norm
-from fastgen.models.layers.positions import AttentionBias, InterleavedRotary, RotationTable
+from fastgen.models.layers.positions import (
+    AttentionBias,
+    ComplexRotary,
+    InterleavedRotary,
+    PairedRotary,
+    RotationTable,
+)
 from fastgen.models.runtime.decode_step import DecoderStep, Embedding
-from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
+from fastgen.models.runtime.sublayers import (
+    CrossAttention,
+    FeedForward,
+    LatentAttention,
+    SelfAttention,
+    Sublayer,
+)
 
 
 class Unknown(Exception):
@@ -25,8 +37,9 @@ _MADE: dict[type, tuple[str, ...]] = {MergedLinear: ("weight", "bias"), Attentio
 """Attributes that hold tensors derived from weights for the duration of a call."""
 
 _PARTS = (
-    Adapter, DecoderStep, Embedding, FeedForward, InterleavedRotary, LowRank, Norm, ModuleNorm,
-    RotationTable, CrossAttention, Sublayer, SelfAttention, ConstantScale,
+    Adapter, DecoderStep, Embedding, FeedForward, ComplexRotary, InterleavedRotary, PairedRotary,
+    LowRank, Norm, ModuleNorm, RotationTable, CrossAttention, LatentAttention, Sublayer,
+    SelfAttention, ConstantScale,
 )  # fmt: skip
 _UNREAD: dict[type, tuple[str, ...]] = {
     DecoderStep: ("fingerprint", "module", "run_layers"),

@@ -98,6 +98,7 @@ class BeamAttention:
         position_bias: Tensor | None,
         scale: float,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention output (B*M, 1, H, D).
 
@@ -111,12 +112,15 @@ class BeamAttention:
             position_bias: Additive, shaped as `mask`.
             scale: Factor of the scores.
             softcap: Soft cap of the scores; None for none.
+            sinks: (H,), one more score per head, whose weight belongs to no key; None for none.
         """
         rows, heads, _, dim = query.shape
         folded = query.view(self.sentences, self.beams, heads, dim)
         slots = self.begin_layer(layer, mask, position_bias, query.dtype)
         seen = self.seen if layer.steps else None
-        mixed = beam_attention(folded, *layer.joined(), slots, scale, softcap, seen)
+        sinks = None if sinks is None else sinks.data
+        keys, values = layer.joined()
+        mixed = beam_attention(folded, keys, values, slots, scale, softcap, seen, sinks=sinks)
         return mixed.reshape(rows, 1, heads, mixed.shape[3])
 
     def begin_layer(

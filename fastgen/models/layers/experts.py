@@ -1,10 +1,13 @@
 """A mixture of experts in a decode step: it runs as a module, or in C from its weights."""
 
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastgen import config
@@ -60,14 +63,16 @@ class ExpertProducts(Packable):
 
     Args:
         experts: The module that has the weights.
-        name: Name of the parameter (E, N, K).
+        name: Name of the parameter (E, N, K), or (E, K, N) if they are transposed.
+        transposed: Whether they are.
     """
 
-    def __init__(self, experts: nn.Module, name: str) -> None:
+    def __init__(self, experts: nn.Module, name: str, transposed: bool = False) -> None:
         by_name = state_of(experts).of(ExpertWeights).by_name
         self.module: Any = by_name.setdefault(name, ExpertWeight(experts, name))
         self.weight_name = name
-        self.count, outputs, self.inputs = self.module.weight.shape
+        self.transposed = transposed
+        self.count, outputs, self.inputs = self._plain.shape
         self.each, self.outputs = outputs, self.count * outputs
         self.dtype = self.module.weight.dtype
         self.entry = None
@@ -75,8 +80,12 @@ class ExpertProducts(Packable):
 
     def in_panels(self, rows: int = 1) -> Any:
         """Return the weights as C reads them for this many rows; None where they are not packed."""
+        return self._copy(self.module.weight, self._plain, rows)
+
+    @property
+    def _plain(self) -> Tensor:
         weight = self.module.weight
-        return self._copy(weight, weight.flatten(0, 1), rows)
+        return weight.transpose(1, 2) if self.transposed else weight
 
 
 def is_plain(weight: Tensor) -> bool:
@@ -90,6 +99,29 @@ def is_plain(weight: Tensor) -> bool:
     )
 
 
+@functools.cache
+def is_clamped(gate: Callable[[Any, Tensor], Tensor], slope: float, limit: float) -> bool:
+    """Return whether a function of experts computes a clamped gate, by the values it computes.
+
+    It maps pairs of a gate g and a value u to min(g, limit) * sigmoid(slope * g) * (u + 1), with u
+    limited to both sides.
+
+    Args:
+        gate: Maps the experts and the outputs (R, 2 * F) of their first product to (R, F).
+        slope: Attribute `alpha` of the experts.
+        limit: Attribute `limit` of the experts.
+    """
+    pairs = torch.linspace(-2 * limit, 2 * limit, 62, dtype=torch.float32, device="cpu")
+    pairs = pairs[torch.arange(62, device="cpu") * 23 % 62].view(1, -1)
+    g, u = pairs[:, ::2].clamp(max=limit), pairs[:, 1::2].clamp(-limit, limit)
+    try:
+        found = gate(SimpleNamespace(alpha=slope, limit=limit), pairs)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    expected = g * torch.sigmoid(slope * g) * (u + 1)
+    return found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)
+
+
 @dataclass(frozen=True)
 class Routing:
     """Parameters of a mixture of experts that the C implementation reads.
@@ -100,9 +132,14 @@ class Routing:
         normalised: Whether the weights of the chosen experts, which are the softmax of all logits,
             are divided by their sum.
         rounded: Whether those weights are rounded to the model's dtype.
-        activation: Kind of activation of the gate, as in `ops.activation`.
+        activation: Kind of activation of the gate, as in `ops.activation`; None for a clamped one.
         up: Products of the gates and of what they multiply, F outputs each.
         down: The output projections.
+        router_bias: (E,), added to the logits; None for none.
+        up_bias: (E, 2 * F), that of `up`; None for none.
+        down_bias: (E, C), that of `down`; None for none.
+        clamp: Slope and limit of a clamped gate (`is_clamped`), for which outputs of `up` are pairs
+            of a gate and what it multiplies; None for gates in one half of the outputs.
         shared: Gate, up and down of an expert that all rows share; empty for none.
         shared_gate: (1, C), whose sigmoid multiplies the shared expert's output; None for none.
     """
@@ -111,9 +148,13 @@ class Routing:
     chosen: int
     normalised: bool
     rounded: bool
-    activation: str
+    activation: str | None
     up: ExpertProducts
     down: ExpertProducts
+    router_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    clamp: tuple[float, float] | None = None
     shared: tuple[Any, ...] = ()
     shared_gate: Tensor | None = None
 

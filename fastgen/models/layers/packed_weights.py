@@ -68,14 +68,14 @@ class Packed(CachedState):
 
     @staticmethod
     def pack(weight: Tensor) -> Any:
-        """Return a packed copy of a weight (N, K); None where C reads none."""
-        return ops.pack(weight)
+        """Return a packed copy of a weight (.., N, K); None where C reads none."""
+        return ops.pack(weight.flatten(0, -2))
 
     @staticmethod
     def bytes_of(weight: Tensor) -> int:
         """Return the bytes that the copy takes."""
-        outputs, inputs = weight.shape
-        return ops.bytes_to_pack(outputs, inputs, weight.dtype)
+        *outputs, inputs = weight.shape
+        return ops.bytes_to_pack(math.prod(outputs), inputs, weight.dtype)
 
     def release(self) -> bool:
         return True  # a running call may still read the copy
@@ -92,7 +92,7 @@ class Packed(CachedState):
 
         Args:
             weight: The weight.
-            plain: The weight as (N, K).
+            plain: The weight as (.., N, K).
             always: Whether to pack regardless of the memory that is left.
             rows: Rows of the product that is to use it.
         """

@@ -68,6 +68,36 @@ class InterleavedRotary:
 
 
 @dataclass(frozen=True)
+class PairedRotary:
+    """A `Rotary` for halves of the channels, from one that returns the angle of each pair once.
+
+    Attributes:
+        pairs: Returns the angles.
+    """
+
+    pairs: Rotary
+
+    def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cosine, sine = (torch.cat([angles] * 2, -1) for angles in self.pairs(x, positions))
+        return cosine, sine
+
+
+@dataclass(frozen=True)
+class ComplexRotary:
+    """A `Rotary` for pairs of adjacent channels, from one that returns complex numbers.
+
+    Attributes:
+        numbers: Returns cosine plus i times sine of the angle of each pair.
+    """
+
+    numbers: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cosine, sine = torch.view_as_real(self.numbers(x, positions)).unbind(-1)
+        return cosine.repeat_interleave(2, -1), sine.repeat_interleave(2, -1)
+
+
+@dataclass(frozen=True)
 class AttentionBias:
     """A bias of attention scores that depends on the position of the key.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.positions import AttentionBias
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.step_inputs import CallStepInputs
+from fastgen.models.runtime.step_inputs import CallStepInputs, Scoring
 from fastgen.models.runtime.sublayers import CrossAttention, SelfAttention
 from fastgen.ops.rotation import Rotation, rotated
 
@@ -121,9 +121,7 @@ class FirstTokenInputs(CallStepInputs):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: AttentionBias | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
         rotation: Rotation | None = None,
     ) -> Tensor:
         if rotation is None:

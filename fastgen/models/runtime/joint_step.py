@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
+from fastgen.models.layers.positions import Rotary, rotation_once
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.step_inputs import CallStepInputs
+from fastgen.models.runtime.step_inputs import CallStepInputs, Scoring
 
 
 @dataclass
@@ -61,16 +61,12 @@ class JointStepInputs:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: AttentionBias | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         pieces = zip(
             self.parts, *(torch.split(x, self.rows) for x in (query, key, value)), strict=True
         )
-        return torch.cat(
-            [part.self_attention(layer, q, k, v, bias, scale, softcap) for part, q, k, v in pieces]
-        )
+        return torch.cat([part.self_attention(layer, q, k, v, scoring) for part, q, k, v in pieces])
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         pieces = zip(self.parts, torch.split(query, self.rows), strict=True)

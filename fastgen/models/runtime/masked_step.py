@@ -18,10 +18,9 @@ from torch.nn import functional as F
 
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike
-from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
+from fastgen.models.layers.positions import Rotary, rotation_once
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.models.runtime.step_inputs import CallStepInputs, StepInputs
-from fastgen.ops.beam_attention import beam_attention
+from fastgen.models.runtime.step_inputs import CallStepInputs, Scoring, StepInputs, attended
 
 
 @dataclass(frozen=True)
@@ -131,13 +130,11 @@ class MaskedStepInputs:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: AttentionBias | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
-        assert bias is None  # No model with mask tokens has one.
+        assert scoring.bias is None  # No model with mask tokens has one.
         keys, values = self.append(layer, key, value)
-        return self.attend(query, keys, values, self.mask, scale, softcap)
+        return self.attend(query, keys, values, self.mask, scoring)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append tokens and masks to the KV cache.
@@ -159,8 +156,7 @@ class MaskedStepInputs:
         keys: Tensor,
         values: Tensor,
         mask: Tensor,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Let tokens and masks attend to the text.
 
@@ -169,8 +165,7 @@ class MaskedStepInputs:
             keys: (B, H, N, D).
             values: (B, H, N, D).
             mask: Additive mask (1 or B, 1 or H, 2 * M, N).
-            scale: Factor of the scores.
-            softcap: Soft cap of the scores; None for none.
+            scoring: How scores are computed, apart from the mask.
 
         Returns:
             The attention output (R, H * D).
@@ -178,7 +173,7 @@ class MaskedStepInputs:
         rows = query.shape[0]
         query = query.view(self.context.sentences, -1, *query.shape[1:])
         seen = None if self.context.seen is None else self.context.seen + self.context.text[0].beams
-        return beam_attention(query, keys, values, mask, scale, softcap, seen).reshape(rows, -1)
+        return attended(query, keys, values, mask, scoring, seen).reshape(rows, -1)
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         return self.context.cross_attention(layer, query, scale)

@@ -67,7 +67,7 @@ class StreamAttention(SelfAttention):
         )
         keys, values = inputs.append(layer, key, value)
         return inputs.attend(
-            query, keys, values, self._bias(self.nearness.apply(x), inputs), self.scale, None
+            query, keys, values, self._bias(self.nearness.apply(x), inputs), self.scoring
         )
 
     def _bias(self, nearness: Tensor, around: MaskedStepInputs) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
-from fastgen.models.runtime.step_inputs import KeysAndValues
-from fastgen.ops.beam_attention import beam_attention
+from fastgen.models.runtime.step_inputs import KeysAndValues, Scoring, attended
 
 
 class Span(NamedTuple):
@@ -190,17 +189,13 @@ class RaggedStepInputs:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: AttentionBias | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         keys, values = self.text[layer].capacity_buffers
         self._write(keys, key)
         self._write(values, value)
-        mask = self.text_mask_with(bias)
-        return self._attend(
-            query, keys[:, :, : self.end], values[:, :, : self.end], mask, scale, softcap
-        )
+        mask = self.text_mask_with(scoring.bias)
+        return self._attend(query, keys[:, :, : self.end], values[:, :, : self.end], mask, scoring)
 
     def _write(self, buffer: Tensor, new: Tensor) -> None:
         """Write keys or values (N, Hkv, D) to their slots in a buffer (R, Hkv, L, D)."""
@@ -218,7 +213,7 @@ class RaggedStepInputs:
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:
         cache, mask = self.source[layer], self.source_mask
         mask = mask if mask is None or self.attended is None else mask[self.attended]
-        return self._attend(query, cache.keys, cache.values, mask, scale, None)
+        return self._attend(query, cache.keys, cache.values, mask, Scoring(scale))
 
     def _biased(self, bias: AttentionBias) -> Tensor:
         """Return the mask plus a bias, (R', H, K, keys), computed once for all layers."""
@@ -241,8 +236,7 @@ class RaggedStepInputs:
         keys: Tensor,
         values: Tensor,
         mask: Tensor | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Attend with query (N, H, D) to keys and values (R, Hkv, L, D) of all texts.
 
@@ -253,14 +247,8 @@ class RaggedStepInputs:
             keys, values = keys[self.attended], values[self.attended]
         if self.folded is None:
             folded = query.view(self.present, self.queries, *query.shape[1:])
-            return beam_attention(folded, keys, values, mask, scale, softcap).reshape(
-                len(query), -1
-            )
+            return attended(folded, keys, values, mask, scoring).reshape(len(query), -1)
         padded = query.new_zeros(self.present * self.queries, *query.shape[1:])
         padded[self.folded] = query
         padded = padded.view(self.present, self.queries, *query.shape[1:])
-        return (
-            beam_attention(padded, keys, values, mask, scale, softcap)
-            .flatten(2)
-            .flatten(0, 1)[self.folded]
-        )
+        return attended(padded, keys, values, mask, scoring).flatten(2).flatten(0, 1)[self.folded]

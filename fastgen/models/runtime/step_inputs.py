@@ -10,7 +10,46 @@ from torch import Tensor
 from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
 from fastgen.ops.beam_attention import Newest, beam_attention, beam_attention_with_weights
 from fastgen.ops.dispatch import runs_kernels
+from fastgen.ops.latent_attention import latent_attention
 from fastgen.ops.rotation import Rotation
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How self-attention computes scores and turns them into weights, apart from masks.
+
+    Attributes:
+        scale: Factor of query times key.
+        softcap: Soft cap of the scores; None for none.
+        bias: Bias of the scores by position; None for none.
+        sinks: (H,), one more score per head, whose weight belongs to no key; None for none.
+        latent: Whether keys are latent vectors, which are the values too, and `values` the rotated
+            part of the keys (`ops.latent_attention`).
+    """
+
+    scale: float
+    softcap: float | None = None
+    bias: AttentionBias | None = None
+    sinks: Tensor | None = None
+    latent: bool = False
+
+
+def attended(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring,
+    seen: Tensor | None = None,
+    newest: Newest | None = None,
+) -> Tensor:
+    """Return the attention output, as `beam_attention`; `mask` includes the bias of `scoring`."""
+    if scoring.latent:
+        return latent_attention(query, keys, values, mask, scoring.scale, seen)
+    sinks = None if scoring.sinks is None else scoring.sinks.data
+    return beam_attention(
+        query, keys, values, mask, scoring.scale, scoring.softcap, seen, newest, sinks
+    )
 
 
 class KeysAndValues(Protocol):
@@ -70,9 +109,7 @@ class StepInputs(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: AttentionBias | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         """Append the newest token to the KV cache and attend to the text, including that token.
 
@@ -81,9 +118,7 @@ class StepInputs(Protocol):
             query: (R, H, D).
             key: (R, Hkv, D).
             value: (R, Hkv, D).
-            bias: Bias of the scores by position; None for none.
-            scale: Factor of the scores.
-            softcap: Soft cap of the scores; None for none.
+            scoring: How scores are computed, apart from masks.
 
         Returns:
             The attention output (R, H * D).
@@ -217,9 +252,7 @@ class CallStepInputs:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: AttentionBias | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
         rotation: Rotation | None = None,
     ) -> Tensor:
         """Append the newest token to the KV cache and attend to the text.
@@ -230,16 +263,14 @@ class CallStepInputs:
         cache, newest = self.text[layer], None
         if rotation is not None:
             query = cache.append_rotated(query, key, value, rotation)
-        elif runs_kernels(query) and key.stride(2) == value.stride(2) == 1:
+        elif runs_kernels(query) and not scoring.latent and key.stride(2) == value.stride(2) == 1:
             newest = Newest(key, value)
             cache.reserve(key[:, :, None], value[:, :, None])
         else:
             cache.append(key[:, :, None], value[:, :, None])
-        rows, mask = query.shape[0], self.text_mask_with(bias)
+        rows, mask = query.shape[0], self.text_mask_with(scoring.bias)
         query = query.reshape(self.sentences, -1, *query.shape[1:])
-        mixed = beam_attention(
-            query, cache.keys, cache.values, mask, scale, softcap, self.seen, newest
-        )
+        mixed = attended(query, cache.keys, cache.values, mask, scoring, self.seen, newest)
         return mixed.reshape(rows, -1)
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:

@@ -1,16 +1,18 @@
 """Sublayers of a decode step: attention or feed-forward, projection, residual sum and norm."""
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastgen.models.comparison import comparison
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike, unnormed
 from fastgen.models.layers.positions import AttentionBias, Rotary
-from fastgen.models.runtime.step_inputs import CallStepInputs, StepInputs
+from fastgen.models.runtime.step_inputs import CallStepInputs, Scoring, StepInputs
 from fastgen.ops.activation import fused_activation
 from fastgen.ops.dispatch import runs_kernels
 from fastgen.ops.rotation import Rotation, rotated
@@ -38,6 +40,7 @@ class SelfAttention:
         norms_all_heads: Whether the norms run over all heads together.
         norms_rotated: Whether the norms come after the rotation.
         rotates_fp32: Whether the rotation rounds queries and keys to fp32 first.
+        sinks: (H,), one more score per head, whose weight belongs to no key; None for none.
     """
 
     projections: Sequence[Product]
@@ -56,6 +59,7 @@ class SelfAttention:
     norms_all_heads: bool = False
     norms_rotated: bool = False
     rotates_fp32: bool = False
+    sinks: Tensor | None = None
 
     @property
     def key_heads(self) -> int:
@@ -65,6 +69,10 @@ class SelfAttention:
             if self.repeats_kv
             else (sum(part.outputs for part in self.projections) // self.dims - self.heads) // 2
         )
+
+    @functools.cached_property
+    def scoring(self) -> Scoring:
+        return Scoring(self.scale, self.softcap, self.bias, self.sinks)
 
     def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
         projected = [part.apply(x).unflatten(1, (-1, self.dims)) for part in self.projections]
@@ -76,9 +84,7 @@ class SelfAttention:
             rotation = Rotation(*angles, self.interleaved, self.rotates_fp32)
             plain = not (self.repeats_kv or self.norms_rotated)
             if isinstance(context, CallStepInputs) and plain and runs_kernels(query):
-                return context.self_attention(
-                    layer, query, key, value, self.bias, self.scale, self.softcap, rotation
-                )
+                return context.self_attention(layer, query, key, value, self.scoring, rotation)
             query, key = rotated(query, rotation), rotated(key, rotation)
         if self.norms_rotated:
             query, key = self._normed(query, self.query_norm), self._normed(key, self.key_norm)
@@ -86,7 +92,7 @@ class SelfAttention:
             key, value = (
                 each.repeat_interleave(self.heads // each.shape[1], 1) for each in (key, value)
             )
-        return context.self_attention(layer, query, key, value, self.bias, self.scale, self.softcap)
+        return context.self_attention(layer, query, key, value, self.scoring)
 
     def _normed(self, x: Tensor, of_heads: NormLike | None) -> Tensor:
         if of_heads is None:
@@ -110,6 +116,61 @@ class SelfAttention:
         )
         query, key, value = (part.flatten(1, 2) for part in parts)
         return (query, value, key) if self.values_first else (query, key, value)
+
+
+@dataclass(frozen=True)
+class LatentAttention(SelfAttention):
+    """Self-attention over a cache of latent vectors, from which keys and values are computed.
+
+    The cache holds the latent vectors as keys and the rotated part of the keys, which all heads
+    share, as values. The projections from latent vectors run on queries and outputs instead.
+
+    Attributes:
+        projections: The product of the queries, or the two around `query_norm`.
+        dims: Dimensions of a head's queries and keys.
+        key_norm: Norm of the latent vectors.
+        compress: Product of the latent vectors (C) and the rotated part of the keys (E).
+        expand: (H, N + D, C), which maps a latent vector to keys without the rotated part, of N
+            dimensions per head, and values.
+        turned: E.
+        pairs_apart: Whether channels that are rotated as adjacent pairs are half the channels apart
+            afterwards.
+    """
+
+    compress: Product = field(kw_only=True)
+    expand: Tensor = field(kw_only=True)
+    turned: int = field(kw_only=True)
+    pairs_apart: bool = field(kw_only=True)
+
+    @functools.cached_property
+    def scoring(self) -> Scoring:
+        return Scoring(self.scale, bias=self.bias, latent=True)
+
+    def __call__(self, x: Tensor, layer: int, context: StepInputs) -> Tensor:
+        query = self.projections[0].apply(x)
+        if self.query_norm is not None:
+            query = self.projections[1].apply(self.query_norm(query)[0])
+        query = query.unflatten(1, (self.heads, self.dims))
+        latent, key = self.compress.apply(x).split([self.expand.shape[2], self.turned], 1)
+        assert self.key_norm is not None
+        assert self.rotary is not None
+        latent = self.key_norm(latent)[0]
+        of_keys, of_values = self.expand.split(
+            [kept := self.dims - self.turned, self.expand.shape[1] - kept], 1
+        )
+        angles = context.rotation(self.rotary, x)
+        rotation = Rotation(*angles, self.interleaved, self.rotates_fp32)
+        asked = torch.bmm(query[..., :kept].transpose(0, 1), of_keys).transpose(0, 1)
+        query = torch.cat([asked, self._rotated(query[..., kept:], rotation)], 2)
+        key = self._rotated(key[:, None], rotation)
+        mixed = context.self_attention(layer, query, latent[:, None], key, self.scoring)
+        mixed = mixed.view(len(x), self.heads, -1).transpose(0, 1)
+        return torch.bmm(mixed, of_values.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _rotated(self, x: Tensor, rotation: Rotation) -> Tensor:
+        if self.pairs_apart:
+            x = x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+        return rotated(x, rotation)
 
 
 @dataclass(frozen=True)

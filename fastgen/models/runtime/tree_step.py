@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fastgen.models.layers.positions import AttentionBias, Rotary, rotation_once
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.ragged_step import WrittenLayer
-from fastgen.models.runtime.step_inputs import KeysAndValues
+from fastgen.models.runtime.step_inputs import KeysAndValues, Scoring, attended
 from fastgen.ops.beam_attention import beam_attention
 
 ROOT = -1
@@ -136,18 +136,14 @@ class _Pass:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bias: AttentionBias | None,
-        scale: float,
-        softcap: float | None,
+        scoring: Scoring,
     ) -> Tensor:
         keys, values = self.tree.text[layer].capacity_buffers
         end = self.tree.prefix + self.tree.nodes
         for buffer, newest in ((keys, key), (values, value)):
             buffer[:, :, end - self.new : end] = self._folded(newest).transpose(1, 2)
-        mask = self.mask if bias is None else self._biased(bias)
-        mixed = beam_attention(
-            self._folded(query), keys[:, :, :end], values[:, :, :end], mask, scale, softcap
-        )
+        mask = self.mask if scoring.bias is None else self._biased(scoring.bias)
+        mixed = attended(self._folded(query), keys[:, :, :end], values[:, :, :end], mask, scoring)
         return mixed.flatten(2).flatten(0, 1)
 
     def cross_attention(self, layer: int, query: Tensor, scale: float) -> Tensor:

@@ -14,6 +14,7 @@ from fastgen.models.specs.model_spec import (
     Embedding,
     Experts,
     Head,
+    Latent,
     Mlp,
     ModelSpec,
     Positions,
@@ -135,6 +136,10 @@ _GEMMA2_HEAD = Head(softcap=lambda model: model.config.final_logit_softcapping)
 _MOE = replace(_LLAMA, experts=Experts())
 _SOFTMAX = Experts(normalised=lambda router: router.norm_topk_prob)
 _OLMOE = replace(_MOE, self_attention=replace(_LLAMA_ATTENTION, norms_all_heads=True))
+
+_LATENT = replace(
+    _MOE, self_attention=Attention("self_attn", "input_layernorm", out="o_proj", latent=Latent())
+)
 
 _GPT2 = Stack(
     "transformer",
@@ -330,6 +335,31 @@ DECODER_ONLY = {
             _GPT2, self_attention=replace(_GPT2.self_attention, qkv_groups=_bigcode_groups)
         )
     ),
+    "deepseek_v2": ModelSpec(
+        _rotated(
+            replace(
+                _LATENT,
+                self_attention=replace(
+                    _LATENT.self_attention, latent=Latent(pairs_apart=lambda _: False)
+                ),
+            ),
+            interleaved=True, complex=True, fp32=True,
+        ),
+        attention_interface=False,
+    ),
+    **dict.fromkeys(
+        ("axk1", "deepseek_v3", "glm4_moe_lite", "sarvam_mla", "youtu"),
+        ModelSpec(_LATENT, attention_interface=False),
+    ),
+    "minicpm3": ModelSpec(
+        replace(
+            _LATENT, experts=None, residual_multiplier="residual_scale",
+            self_attention=replace(
+                _LATENT.self_attention, latent=Latent(pairs_apart=lambda _: False)
+            ),
+        ),
+        head=Head(scale=lambda model: 1 / model.config.logits_scaling), attention_interface=False,
+    ),
     **dict.fromkeys(
         ("dots1", "glm4_moe", "hy_v3", "solar_open"), ModelSpec(_MOE),
     ),
@@ -338,6 +368,12 @@ DECODER_ONLY = {
         _rotated(_MOE, applies=lambda module: module.sliding_window is None or module.is_sliding)
     ),
     "flex_olmo": ModelSpec(replace(_OLMO2, experts=Experts())),
+    "gpt_oss": ModelSpec(
+        _rotated(
+            replace(_MOE, experts=Experts(router="mlp.router", normalised=lambda _: True)),
+            once=True,
+        )
+    ),
     "granitemoe": ModelSpec(
         replace(
             _MOE, experts=Experts("block_sparse_moe", "block_sparse_moe.router"),

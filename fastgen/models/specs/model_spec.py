@@ -25,6 +25,8 @@ class Rotary:
         kind: Attribute of the attention module that selects one of several embeddings of `module`.
         table: Attribute with a table of sines and cosines by position, used instead of a call of
             `module`. It belongs to `module` where the stack has one, else to the attention module.
+        once: Whether `module` returns the angle of each pair once, not for both of its channels.
+        complex: Whether `module` returns complex numbers, for channels that are interleaved.
         fp32: Whether queries and keys are rounded to fp32 first, which tells in fp64.
         applies: Returns whether an attention module rotates at all.
     """
@@ -34,8 +36,43 @@ class Rotary:
     halves: bool = False
     kind: str | None = None
     table: str | None = None
+    once: bool = False
+    complex: bool = False
     fp32: bool = False
     applies: Callable[[Any], bool] = lambda _: True
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Latent attention, whose cache holds what keys and values are computed from.
+
+    Projections and norms are paths from the attention module, the others are its attributes.
+
+    Attributes:
+        query: The projection of the queries; where there is none, the two below have their place.
+        query_down: The projection of queries to fewer channels.
+        query_norm: The norm of those channels.
+        query_up: The projection of those channels to queries.
+        compress: The projection to latent vectors and the rotated part of the keys.
+        norm: The norm of latent vectors.
+        expand: The projection of latent vectors to keys, without the rotated part, and values.
+        turned: Dimensions of that part.
+        kept: The other dimensions of keys.
+        values: Dimensions of values.
+        pairs_apart: Returns whether adjacent channels are rotated, and apart afterwards.
+    """
+
+    query: str = "q_proj"
+    query_down: str = "q_a_proj"
+    query_norm: str = "q_a_layernorm"
+    query_up: str = "q_b_proj"
+    compress: str = "kv_a_proj_with_mqa"
+    norm: str = "kv_a_layernorm"
+    expand: str = "kv_b_proj"
+    turned: str = "qk_rope_head_dim"
+    kept: str = "qk_nope_head_dim"
+    values: str = "v_head_dim"
+    pairs_apart: Callable[[Any], bool] = lambda module: module.config.rope_interleave
 
 
 @dataclass(frozen=True)
@@ -55,6 +92,7 @@ class Attention:
         head_dim: Attribute that holds the head size D.
         scale: Returns the scale of the attention scores.
         softcap: Attribute that holds the soft cap of the attention scores; None for none.
+        sinks: The parameter with one more score per head, whose weight belongs to no key.
         qk_norm: The norms of queries and keys.
         norms_all_heads: Whether these norms span all heads together.
         norms_rotated: Whether these norms come after the rotation.
@@ -66,6 +104,7 @@ class Attention:
             where they never are.
         causal_mask: Attribute with a (1, 1, P, P) bool table of visible positions; None for plain
             causal attention.
+        latent: Latent attention, in place of `qkv`; None for none.
         relative_positions: The projection that computes a bias by distance from the query's input
             (`models.runtime.prophetnet`); None for none.
     """
@@ -79,6 +118,7 @@ class Attention:
     head_dim: str = "head_dim"
     scale: Callable[[Any], float] = lambda module: getattr(module, "scaling", 1.0)
     softcap: str | None = None
+    sinks: str = "sinks"
     qk_norm: tuple[str, str] = ("q_norm", "k_norm")
     norms_all_heads: bool = False
     norms_rotated: bool = False
@@ -87,6 +127,7 @@ class Attention:
     values_first: bool = False
     repeats_kv: str | None = None
     causal_mask: str | None = None
+    latent: Latent | None = None
     relative_positions: str | None = None
 
 

@@ -40,7 +40,7 @@ RANKED = 4096
 
 _POINTER, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "beam_attention": (*[_POINTER] * 5, *[_INTEGER] * 6, _FLOAT, *[_INTEGER] * 12),
+    "beam_attention": (*[_POINTER] * 6, *[_INTEGER] * 6, _FLOAT, *[_INTEGER] * 12),
     "log_softmax": (*[_POINTER] * 2, *[_INTEGER] * 3),
     "k_best": (*[_POINTER] * 7, *[_INTEGER] * 7),
     "product": (*[_POINTER] * 5, *[_INTEGER] * 6),
@@ -264,7 +264,13 @@ def covers_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
 
 
 def beam_attention(
-    by: Library, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+    by: Library,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the result of `ops.beam_attention.beam_attention`.
 
@@ -278,6 +284,7 @@ def beam_attention(
     threads = min(threads_for(b * h * m * n * d), b * key_heads)
     out = query.new_empty(b, m, h, d)
     mask_at, mask_strides = None, (0, 0, 0)
+    sinks = None if sinks is None else sinks.contiguous()
     if mask is not None:
         (mask_b, mask_h, mask_m, _), (sentences, heads, beams, _) = mask.stride(), mask.shape
         mask_strides = (
@@ -288,8 +295,8 @@ def beam_attention(
         mask_at = mask.data_ptr()
     done = by.beam_attention(
         by.run, threads, out.data_ptr(), query.data_ptr(), keys.data_ptr(), values.data_ptr(),
-        mask_at, b, m, key_heads, h // key_heads, n, d, scale, *query.stride()[:3],
-        *keys.stride()[:3], *values.stride()[:3], *mask_strides,
+        mask_at, None if sinks is None else sinks.data_ptr(), b, m, key_heads, h // key_heads, n, d,
+        scale, *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *mask_strides,
     )  # fmt: skip
     if not done:
         scores = f"{m * h // key_heads} x {n}"

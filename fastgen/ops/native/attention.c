@@ -25,7 +25,7 @@ typedef struct {
   int32_t *shared, *own; /* keys that all of several rows see; (rows, N), what else a row sees */
   int64_t shared_count, own_count[ROWS];
   const float *query[ROWS], *mask[ROWS], *bias[ROWS];
-  float *out[ROWS];
+  float *out[ROWS], sink[ROWS];
 } Space;
 
 static void place_rows(const Attention *job, Space *at, int64_t b, int64_t head) {
@@ -35,14 +35,18 @@ static void place_rows(const Attention *job, Space *at, int64_t b, int64_t head)
     at->out[r] = job->out + b * job->out_b + (m * job->key_heads * job->groups + h) * job->dims;
     at->mask[r] = job->mask + b * job->mask_b + m * job->mask_m + h * job->mask_h;
     at->bias[r] = job->bias + b * job->bias_b + h * job->bias_h;
+    at->sink[r] = job->sinks ? any_number(job->sinks, h, job->out_dtype) : -INFINITY;
   }
 }
 
+/* Lists the keys that rows see: those that neither the mask nor a bias of all heads hides. */
 static void list_keys(const Attention *job, Space *at) {
+  const int hides = job->bias && !job->bias_h;
   at->shared_count = 0;
   for (int64_t r = 0; r < at->rows; r++) at->own_count[r] = 0;
   for (int64_t n = 0; n < job->count; n++) {
     int64_t seeing = at->rows;
+    if (hides && at->bias[0][n] == -INFINITY) continue;
     if (job->mask)
       for (int64_t r = 0; r < at->rows; r++) seeing -= at->mask[r][n] == -INFINITY;
     if (seeing == at->rows && at->rows > 1)
@@ -141,13 +145,14 @@ INLINE float weigh(const Attention *job, Space *at, int64_t r) {
   for (int64_t s = count; s % WIDTH; s++) scores[s] = -INFINITY;
   vec most = splat(-INFINITY), total = {};
   for (int64_t s = 0; s < count; s += WIDTH) most = higher(load(scores + s), most);
-  const float top = highest(most);
+  const float own_top = highest(most), sink = at->sink[r];
+  const float top = sink > own_top ? sink : own_top;
   for (int64_t s = 0; s < count; s += WIDTH) {
     vec weight = exponential(load(scores + s) - top);
     store(scores + s, weight);
     total += weight;
   }
-  return sum(total);
+  return sum(total) + (job->sinks ? exponential(splat(sink - top))[0] : 0.0f);
 }
 
 /* Adds weights times the values that all rows see, for four rows at once. Values are processed in
@@ -344,13 +349,14 @@ int64_t prepare_attention(Attention *job, unsigned threads) {
 
 /* fp32; arguments as those of `Attention`. Returns 0 if there was no memory for the scores. */
 int beam_attention(parallel run, unsigned threads, float *out, const float *query,
-                   const float *keys, const float *values, const float *mask, int64_t sentences,
-                   int64_t beams, int64_t key_heads, int64_t groups, int64_t count, int64_t dims,
-                   float scale, int64_t query_b, int64_t query_m, int64_t query_h, int64_t keys_b,
+                   const float *keys, const float *values, const float *mask, const float *sinks,
+                   int64_t sentences, int64_t beams, int64_t key_heads, int64_t groups,
+                   int64_t count, int64_t dims, float scale, int64_t query_b, int64_t query_m, int64_t query_h, int64_t keys_b,
                    int64_t keys_h, int64_t keys_n, int64_t values_b, int64_t values_h,
                    int64_t values_n, int64_t mask_b, int64_t mask_h, int64_t mask_m) {
   Attention job = {
-      .out = out, .query = query, .mask = mask, .keys = (void *)keys, .values = (void *)values,
+      .out = out, .query = query, .mask = mask, .sinks = sinks,
+      .keys = (void *)keys, .values = (void *)values,
       .sentences = sentences, .beams = beams, .key_heads = key_heads, .groups = groups,
       .count = count, .dims = dims, .dtype = FP32, .out_dtype = FP32, .scale = scale,
       .out_b = beams * key_heads * groups * dims, .query_b = query_b, .query_m = query_m,

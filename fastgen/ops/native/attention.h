@@ -16,6 +16,7 @@ typedef struct {
   const void *common_keys, *common_values; /* (Hkv, C, D): the first `common` keys of all sentences,
                                               which `keys` then does not hold; or NULL */
   const float *new_keys, *new_values; /* of the newest tokens, written from `slot` on; or NULL */
+  const void *sinks;                  /* (H,) of `out_dtype`: a score of no key; or NULL */
   float *weights;                     /* (B, M, N) contiguous, the mean over the heads; or NULL */
   int64_t sentences, beams, key_heads, groups, count, dims, slot;
   int64_t dtype, out_dtype;           /* out is rounded to the latter */

@@ -86,6 +86,13 @@ INLINE float number_at(const void *p, int64_t at, const int dtype) {
   return dtype == FP32 ? ((const float *)p)[at] : load_some(p, at, 1, dtype)[0];
 }
 
+/* The same of a dtype that is not known at compile time. */
+INLINE float any_number(const void *p, int64_t at, int64_t dtype) {
+  return dtype == BF16   ? number_at(p, at, BF16)
+         : dtype == FP16 ? number_at(p, at, FP16)
+                         : number_at(p, at, FP32);
+}
+
 /* Calls f(..., dtype) with a constant in place of a variable. */
 #define WITH_DTYPE(dtype, f, ...) \
   switch (dtype) { \

@@ -21,7 +21,7 @@ Mixing mixing_of(const Step *step, const Sublayer *of, const float *residual, fl
   job.weight = job.logits + rows * mix->count;
   job.pairs = job.weight + pairs;
   job.wide = job.pairs + pairs * step->width;
-  job.mixed = job.wide + pairs * mix->inner;
+  job.mixed = job.wide + pairs * mix->inner * (1 + mix->clamped);
   job.shared = job.mixed + pairs * mix->inner;
   job.expert = (int32_t *)(job.shared + rows * step->width);
   job.place = job.expert + pairs;
@@ -31,21 +31,22 @@ Mixing mixing_of(const Step *step, const Sublayer *of, const float *residual, fl
   return job;
 }
 
-INLINE float dot_as(const float *x, const void *weight, int64_t C, const int dtype) {
+INLINE float dot_as(const float *x, const void *weight, const void *bias, int64_t C,
+                    const int dtype) {
   const int64_t whole = C / WIDTH * WIDTH;
   vec total = {};
-  float rest = 0.0f;
+  float rest = bias ? number_at(bias, 0, dtype) : 0.0f;
   for (int64_t c = 0; c < whole; c += WIDTH) total += load(x + c) * load_as(weight, c, dtype);
   for (int64_t c = whole; c < C; c++) rest += x[c] * number_at(weight, c, dtype);
   return rounded_number(sum(total) + rest, dtype);
 }
 
-float dot(const float *x, const void *weight, int64_t C, int64_t dtype) {
+float dot(const float *x, const void *weight, const void *bias, int64_t C, int64_t dtype) {
   float y;
   switch (dtype) {
-    case BF16: y = dot_as(x, weight, C, BF16); break;
-    case FP16: y = dot_as(x, weight, C, FP16); break;
-    default: y = dot_as(x, weight, C, FP32);
+    case BF16: y = dot_as(x, weight, bias, C, BF16); break;
+    case FP16: y = dot_as(x, weight, bias, C, FP16); break;
+    default: y = dot_as(x, weight, bias, C, FP32);
   }
   return y;
 }
@@ -63,9 +64,10 @@ void find_logits(void *given, Tasks *tasks) {
   const Mixture *mix = job->of->experts;
   for (int64_t e; (e = next(tasks)) >= 0;) {
     const void *weight = after(mix->router, e * step->width, step->dtype);
+    const void *bias = mix->router_bias ? after(mix->router_bias, e, step->dtype) : NULL;
     for (int64_t r = 0; r < step->rows; r++)
       job->logits[r * mix->count + e] =
-          dot(step->x + r * step->width, weight, step->width, step->dtype);
+          dot(step->x + r * step->width, weight, bias, step->width, step->dtype);
   }
 }
 
@@ -162,20 +164,61 @@ static int next_part(const Mixing *job, Tasks *tasks, int64_t outputs, Part *par
   return 0;
 }
 
-/* mixed = activation(gate(x)) times up(x). */
+/* Outputs of the first product of an expert that tasks divide; those of the other half of a weight
+ * whose halves are the gate and what it gates lie beside them. */
+int64_t up_outputs(const Mixture *mix) { return mix->inner * (1 + mix->clamped); }
+
+/* mixed = min(g, limit) sigmoid(alpha g) (u + 1), u within the limit, for some of the outputs of a
+ * row, which are pairs of g and u. Each operation is rounded, as in the module.
+ *
+ * Source: OpenAI 2025, gpt-oss model card, section 2.2. */
+INLINE void clamped_gate(float *mixed, const float *wide, int64_t outputs, const Mixture *mix,
+                         const int dtype) {
+  const float most = rounded_number(mix->limit, dtype), alpha = mix->alpha;
+  for (int64_t f = 0; f < outputs; f += WIDTH) {
+    float gates[WIDTH], ups[WIDTH];
+    for (int i = 0; i < WIDTH; i++) gates[i] = wide[2 * (f + i)], ups[i] = wide[2 * (f + i) + 1];
+    const vec gate = smaller(splat(most), load(gates));
+    const vec up = higher(splat(-most), smaller(splat(most), load(ups)));
+    const vec share = rounded(logistic(rounded(gate * alpha, dtype)), dtype);
+    const vec y = rounded(up + 1.0f, dtype) * rounded(gate * share, dtype);
+    store(mixed + f, rounded(y, dtype));
+  }
+}
+
+static void gate_part(const Mixing *job, const Part *part) {
+  const int64_t F = job->of->experts->inner, first = part->begin * panel() / 2;
+  const int64_t outputs = part->end * panel() / 2 - first;
+  for (int64_t r = part->first; r < part->first + part->rows; r++)
+    WITH_DTYPE(job->step->dtype, clamped_gate, job->mixed + r * F + first,
+               job->wide + 2 * (r * F + first), outputs, job->of->experts)
+}
+
+/* mixed = activation(gate(x)) times up(x), or their function `clamped_gate`. */
 void multiply_up(void *given, Tasks *tasks) {
   Mixing *job = given;
   const Step *step = job->step;
-  const int64_t C = step->width, F = job->of->experts->inner;
-  for (Part part; next_part(job, tasks, F, &part);) {
-    const void *gate = after(job->of->experts->up, part.expert * 2 * F * C, step->dtype);
+  const Mixture *mix = job->of->experts;
+  const int64_t C = step->width, F = mix->inner;
+  for (Part part; next_part(job, tasks, up_outputs(mix), &part);) {
+    const void *gate = after(mix->up, part.expert * 2 * F * C, step->dtype);
+    const void *bias = mix->up_bias ? after(mix->up_bias, part.expert * 2 * F, step->dtype) : NULL;
+    if (mix->clamped) {
+      Product both = {.out = job->wide + part.first * 2 * F, .x = job->pairs + part.first * C,
+                      .panels = gate, .bias = bias, .rows = part.rows, .outputs = 2 * F,
+                      .inputs = C, .out_row = 2 * F, .x_row = C, .dtype = step->dtype};
+      multiply_panels(&both, part.begin, part.end);
+      gate_part(job, &part);
+      continue;
+    }
     Product product = {.out = job->wide + part.first * F, .x = job->pairs + part.first * C,
-                       .panels = gate, .rows = part.rows, .outputs = F, .inputs = C, .out_row = F,
-                       .x_row = C, .gate_row = F, .activation = job->of->activation,
+                       .panels = gate, .bias = bias, .rows = part.rows, .outputs = F, .inputs = C,
+                       .out_row = F, .x_row = C, .gate_row = F, .activation = job->of->activation,
                        .dtype = step->dtype};
     multiply_panels(&product, part.begin, part.end);
     product.gate = product.out, product.activation = NOTHING;
     product.out = job->mixed + part.first * F, product.panels = after(gate, F * C, step->dtype);
+    if (bias) product.bias = after(bias, F, step->dtype);
     multiply_panels(&product, part.begin, part.end);
   }
 }
@@ -184,10 +227,12 @@ void multiply_up(void *given, Tasks *tasks) {
 void multiply_down(void *given, Tasks *tasks) {
   Mixing *job = given;
   const Step *step = job->step;
-  const int64_t C = step->width, F = job->of->experts->inner;
+  const Mixture *mix = job->of->experts;
+  const int64_t C = step->width, F = mix->inner;
   for (Part part; next_part(job, tasks, C, &part);) {
+    const void *bias = mix->down_bias ? after(mix->down_bias, part.expert * C, step->dtype) : NULL;
     Product product = {.out = job->pairs + part.first * C, .x = job->mixed + part.first * F,
-                       .panels = after(job->of->experts->down, part.expert * C * F, step->dtype),
+                       .panels = after(mix->down, part.expert * C * F, step->dtype), .bias = bias,
                        .rows = part.rows, .outputs = C, .inputs = F, .out_row = C, .x_row = F,
                        .dtype = step->dtype};
     multiply_panels(&product, part.begin, part.end);
@@ -222,7 +267,7 @@ void add_up_experts(void *given, Tasks *tasks) {
   for (int64_t r; (r = next(tasks)) >= 0;) {
     float share = 1.0f;
     if (gate) {
-      const float logit = dot(step->x + r * step->width, gate, step->width, step->dtype);
+      const float logit = dot(step->x + r * step->width, gate, NULL, step->width, step->dtype);
       share = to_dtype(1.0f / (1.0f + expf(-logit)), step->dtype);
     }
     WITH_DTYPE(step->dtype, add_up_row, job, r, share)

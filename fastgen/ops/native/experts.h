@@ -15,7 +15,7 @@ typedef struct {
   float *logits;             /* (R, E) */
   float *weight;             /* of each pair */
   float *pairs;              /* (R K, C): inputs, then outputs */
-  float *wide, *mixed;       /* (R K, F) */
+  float *wide, *mixed;       /* (R K, F), of wide (R K, 2 F) if the experts are clamped */
   float *shared;             /* (R, C): output of the expert that all rows share */
   int32_t *expert, *place;   /* of each pair */
   int32_t *active, *first;   /* (E,): experts that have pairs; (E + 1,): where those begin */
@@ -25,6 +25,7 @@ typedef struct {
 
 Mixing mixing_of(const Step *step, const Sublayer *of, const float *residual, float *out,
                  unsigned threads);
+int64_t up_outputs(const Mixture *mix);
 int64_t expert_tasks(const Mixing *job, int64_t outputs);
 void find_logits(void *job, Tasks *tasks);
 void choose_experts(void *job, Tasks *tasks);
@@ -33,7 +34,8 @@ void gather_rows(void *job, Tasks *tasks);
 void multiply_up(void *job, Tasks *tasks);
 void multiply_down(void *job, Tasks *tasks);
 void add_up_experts(void *job, Tasks *tasks);
-/* The product of two vectors of C numbers, of which `weight` is of dtype, rounded to it. */
-float dot(const float *x, const void *weight, int64_t C, int64_t dtype);
+/* The product of two vectors of C numbers, plus a bias or NULL, rounded to dtype, that of `weight`
+ * and `bias`. */
+float dot(const float *x, const void *weight, const void *bias, int64_t C, int64_t dtype);
 
 #endif

@@ -172,7 +172,7 @@ static void lower(void *given, Tasks *tasks) {
   for (int64_t i; (i = next(tasks)) >= 0;) {
     const void *weight = after(job->of->down, i * job->inputs, job->dtype);
     for (int64_t r = 0; r < job->rows; r++)
-      job->out[r * job->of->rank + i] = dot(job->x + r * job->inputs, weight, job->inputs,
+      job->out[r * job->of->rank + i] = dot(job->x + r * job->inputs, weight, NULL, job->inputs,
                                             job->dtype);
   }
 }
@@ -274,7 +274,7 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
         .out = step->mixed + call->first_row * of_queries, .query = query, .mask = at->mask,
         .keys = at->keys, .values = at->values, .sentences = call->sentences, .beams = call->beams,
         .key_heads = of->key_heads, .groups = of->heads / of->key_heads, .count = at->count,
-        .dims = of->dims, .slot = at->slot, .dtype = step->dtype, .out_dtype = step->dtype,
+        .dims = of->dims, .sinks = of->sinks, .slot = at->slot, .dtype = step->dtype, .out_dtype = step->dtype,
         .scale = of->scale, .out_b = call->beams * of_queries, .query_b = call->beams * row,
         .query_m = row, .query_h = of->dims, .keys_b = at->keys_b, .keys_h = at->keys_h,
         .keys_n = at->keys_n, .values_b = at->values_b, .values_h = at->values_h,
@@ -335,7 +335,7 @@ static void add_experts(Program *to, const Step *step, const Sublayer *of, const
   add(to, choose_experts, &job, sizeof job, step->rows, 0);
   add(to, group_by_expert, &job, sizeof job, 1, 0);
   add(to, gather_rows, &job, sizeof job, step->rows, 0);
-  add(to, multiply_up, &job, sizeof job, expert_tasks(&job, of->experts->inner), 0);
+  add(to, multiply_up, &job, sizeof job, expert_tasks(&job, up_outputs(of->experts)), 0);
   add(to, multiply_down, &job, sizeof job, expert_tasks(&job, step->width), 0);
   add(to, add_up_experts, &job, sizeof job, step->rows, 0);
 }

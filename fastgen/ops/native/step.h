@@ -38,11 +38,16 @@ typedef struct {
  * panels of all experts follow one another. */
 typedef struct {
   const void *router;           /* (E, C) of the step's dtype, not packed */
+  const void *router_bias;      /* (E,), or NULL */
   const void *up, *down;        /* panels of (E, 2 F, C), F of which gate the rest; of (E, C, F) */
+  const void *up_bias, *down_bias; /* (E, 2 F) and (E, C), or NULL */
   const void *shared_gate;      /* (C,): its sigmoid scales the shared expert's output; or NULL */
   int64_t count, chosen, inner; /* E, K, F */
   int64_t normalised;           /* whether the weights of the chosen experts add up to 1 */
   int64_t rounded;              /* whether those weights are rounded to the step's dtype */
+  int64_t clamped;              /* whether outputs of up are pairs of a gate and what it gates,
+                                   which `clamped_gate` in experts.c multiplies */
+  double alpha, limit;          /* parameters of that function */
 } Mixture;
 
 /* x = norm(sum), sum = residual + out(mixed), where mixed is attention to the text or the source,
@@ -57,6 +62,7 @@ typedef struct {
   int64_t heads, key_heads, dims;
   int64_t norms_all_heads;          /* whether norms of queries and keys cover all heads together */
   double scale;
+  const void *sinks;            /* as in `Attention`, of the step's dtype; or NULL */
   int64_t activation;               /* the activation of the wide layer */
   const Mixture *experts;       /* of a mixture of experts, else NULL */
   const float *cosine, *sine;   /* (R or 1, E), which rotate the first E of each head; or NULL */

@@ -83,20 +83,28 @@ class Mixture(ctypes.Structure):
 
     Attributes:
         router: (E, C), not packed.
+        router_bias: (E,); or NULL.
         up: packed weights of all experts, (E, 2 F, C), of which F gate the others.
         down: packed output projections of all experts, (E, C, F).
+        up_bias: (E, 2 F); or NULL.
+        down_bias: (E, C); or NULL.
         shared_gate: (C,), whose sigmoid multiplies the shared expert's output; or NULL.
         count: E.
         chosen: K.
         inner: F.
         normalised: whether the weights of the chosen experts are divided by their sum.
         rounded: whether those weights are rounded to the step's dtype.
+        clamped: whether outputs of `up` are pairs of a gate and what it gates, which
+            `clamped_gate` in experts.c multiplies.
+        alpha: parameter of that function.
+        limit: parameter of that function.
     """
 
     __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
-        *fields(POINTER, "router up down shared_gate"),
-        *fields(INTEGER, "count chosen inner normalised rounded"),
+        *fields(POINTER, "router router_bias up down up_bias down_bias shared_gate"),
+        *fields(INTEGER, "count chosen inner normalised rounded clamped"),
+        *fields(DOUBLE, "alpha limit"),
     ]
 
 
@@ -120,6 +128,7 @@ class Sublayer(ctypes.Structure):
         dims: the head dimension.
         norms_all_heads: whether `query_norm` and `key_norm` cover all heads together.
         scale: the factor of query times key.
+        sinks: (heads,), one more score per query head, of no key; or NULL.
         activation: the activation function of the wide layer, a code of `ops.native.ACTIVATIONS`.
         experts: the `Mixture`; or NULL.
         cosine: (R or 1, E), the rotary angles of the first E dimensions of each head; or NULL.
@@ -134,7 +143,7 @@ class Sublayer(ctypes.Structure):
         *fields(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
         *fields(Norm, "norm query_norm key_norm"),
         *fields(INTEGER, "parallel heads key_heads dims norms_all_heads"), ("scale", DOUBLE),
-        ("activation", INTEGER), *fields(POINTER, "experts cosine sine"),
+        ("sinks", POINTER), ("activation", INTEGER), *fields(POINTER, "experts cosine sine"),
         *fields(INTEGER, "turned turn_row interleaved"),
     ]  # fmt: skip
 

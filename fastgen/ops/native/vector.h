@@ -19,6 +19,9 @@
 
 INLINE float sum(vec x) { return sums(x, x, x, x)[0]; }
 
+/* The smaller of each pair; NaN where y is. */
+INLINE vec smaller(vec x, vec y) { return -higher(-x, -y); }
+
 INLINE vec magnitude(vec x) { return (vec)((ivec)x & 0x7fffffff); }
 
 /* e^x for x <= 0, to 2 units in the last place. NaN stays NaN. x below -87 gives e^-87 = 1.6e-38,

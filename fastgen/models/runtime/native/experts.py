@@ -37,9 +37,18 @@ def has_shapes(mix: Experts, width: int, panel: int) -> bool:
         and (up.inputs, up.each) == (width, 2 * inner)
         and 0 < routing.chosen <= count
         and inner > 0
-        and inner % panel == width % panel == 0
+        and inner * (1 if routing.clamp is None else 2) % panel == width % panel == 0
         and up.dtype == down.dtype == routing.router.dtype
     )
+    for bias, shape in (
+        (routing.router_bias, (count,)),
+        (routing.up_bias, (count, 2 * inner)),
+        (routing.down_bias, (count, width)),
+    ):
+        fits = fits and (
+            bias is None
+            or (bias.shape == shape and bias.dtype == up.dtype and bias.is_contiguous())
+        )
     if shared:
         gate, wide, out = shared
         sizes = {
@@ -69,8 +78,11 @@ def record(
     *shared, up, down = weights
     mixture = c.Mixture(
         router=at(routing.router),
+        router_bias=at(routing.router_bias),
         up=up.panels,
         down=down.panels,
+        up_bias=at(routing.up_bias),
+        down_bias=at(routing.down_bias),
         shared_gate=at(routing.shared_gate),
         count=routing.up.count,
         chosen=routing.chosen,
@@ -78,6 +90,8 @@ def record(
         normalised=routing.normalised,
         rounded=routing.rounded,
     )
+    if routing.clamp is not None:
+        mixture.clamped, (mixture.alpha, mixture.limit) = True, routing.clamp
     sublayer = c.Sublayer(kind=c.EXPERTS, activation=native.ACTIVATIONS[routing.activation])
     if shared:
         sublayer.parts, sublayer.part, sublayer.out = 2, tuple(shared[:2]), shared[2]
@@ -87,10 +101,11 @@ def record(
 def scratch(mix: Experts, rows: int, width: int) -> int:
     """Return the elements of scratch memory that C needs for a mixture (`mixing_of`)."""
     routing = _of(mix)
-    count, pairs = routing.up.count, rows * routing.chosen
+    count, pairs, each = routing.up.count, rows * routing.chosen, routing.up.each
+    wide = each if routing.clamp is None else each + each // 2
     # Logits; weights, inputs and outputs, wide layers, experts and places of pairs; the shared
     # expert's output; where experts begin.
-    of_pairs = pairs * (1 + width + routing.up.each + 2)
+    of_pairs = pairs * (1 + width + wide + 2)
     return rows * count + of_pairs + rows * width + 2 * count + 2
 
 

@@ -62,6 +62,9 @@ def packed_of(product: Any) -> list[Any]:
 
 def _supports_mixer(mixer: Any) -> bool:
     if type(mixer) is SelfAttention:
+        sinks = mixer.sinks
+        if sinks is not None and not (is_readable(sinks) and sinks.is_contiguous()):
+            return False
         norms = [norm for norm in (mixer.query_norm, mixer.key_norm) if norm is not None]
         in_order = len(mixer.projections) == 3 or (mixer.blocks == 1 and not mixer.values_first)
         plainly = (
@@ -89,7 +92,12 @@ def is_norm(norm: NormLike) -> TypeGuard[Norm]:
 def norm_fits(norm: NormLike | None, width: int, dtype: torch.dtype) -> bool:
     """Return whether the parameters of a norm, if any, have `width` elements of a dtype."""
     held = (norm.weight, norm.bias) if isinstance(norm, Norm) else ()
-    return all(x is None or (x.shape == (width,) and x.dtype == dtype) for x in held)
+    return all(vector_fits(x, width, dtype) for x in held)
+
+
+def vector_fits(x: Tensor | None, width: int, dtype: torch.dtype) -> bool:
+    """Return whether x, if any, has `width` elements of a dtype."""
+    return x is None or (x.shape == (width,) and x.dtype == dtype)
 
 
 def splits_panel(mixer: object, panel: int) -> TypeGuard[FeedForward]:

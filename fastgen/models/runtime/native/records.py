@@ -32,6 +32,7 @@ from fastgen.models.runtime.native.layers import (
     split_halves,
     splits_panel,
     supports_sublayer,
+    vector_fits,
     weight_of,
 )
 from fastgen.models.runtime.sublayers import FeedForward, SelfAttention, Sublayer
@@ -198,6 +199,7 @@ class Records:
             for norm, heads in ((mixer.query_norm, mixer.heads), (mixer.key_norm, mixer.key_heads)):
                 width = mixer.dims * heads if mixer.norms_all_heads else mixer.dims
                 fits = fits and norm_fits(norm, width, self.dtype)
+            fits = fits and vector_fits(mixer.sinks, mixer.heads, self.dtype)
         inputs = {cast(Any, part).inputs for part in parts}
         widths_match = (
             inputs == {self.width} and out.outputs == self.width and cast(Any, out).inputs == mixed
@@ -276,7 +278,7 @@ class Records:
                 self._norm(mixer.query_norm),
                 self._norm(mixer.key_norm),
             )
-            record.norms_all_heads = mixer.norms_all_heads
+            record.norms_all_heads, record.sinks = mixer.norms_all_heads, self._at(mixer.sinks)
         elif type(mixer) is EncoderSelfAttention:
             record.kind, record.key_heads = c.SELF_ATTENTION, mixer.heads
         else:

@@ -169,7 +169,7 @@ class NativeStep:
     def steps_within(self, context: CallStepInputs, steps: int) -> int:
         """Return how many of `steps` steps one job may have, so that its bias tables stay small."""
         heads = [
-            mixer.heads
+            mixer.bias.table.shape[0]
             for _, mixer, of_text, _ in self.attending
             if of_text and mixer.bias is not None
         ]

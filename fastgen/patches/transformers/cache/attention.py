@@ -26,7 +26,7 @@ def get_interface(
 
 
 _KNOWN = frozenset((
-    "scaling", "softcap", "position_bias",
+    "scaling", "softcap", "position_bias", "s_aux",
     # These change nothing: the mask holds what they say of a decode step.
     "dropout", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache",
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
@@ -37,7 +37,7 @@ _KNOWN = frozenset((
 
 
 def _is_known(kwargs: dict[str, Any]) -> bool:
-    """Return whether attention with these keywords can be resolved; attention sinks cannot."""
+    """Return whether attention with these keywords can be resolved."""
     return all(value is None or name in _KNOWN for name, value in kwargs.items())
 
 
@@ -69,6 +69,7 @@ class _Resolving:
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         mixed = self.step.attend(
-            query, layer, attention_mask, kwargs.get("position_bias"), scale, kwargs.get("softcap")
-        )
+            query, layer, attention_mask, kwargs.get("position_bias"), scale,
+            kwargs.get("softcap"), kwargs.get("s_aux"),
+        )  # fmt: skip
         return mixed, None

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, EncoderDecoderCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from fastgen.decoding.kv_cache.ancestry import Ancestry
@@ -17,6 +17,7 @@ from fastgen.decoding.kv_cache.layer_kv import LayerKV, note_steps, room_for_ste
 from fastgen.models.layers.attention import placeholder
 from fastgen.models.memory.scratch import ScratchPool
 from fastgen.ops.cache import write_slots_
+from fastgen.patches.transformers import compat
 
 
 def parts_of(cache: Any) -> list[Any]:
@@ -42,6 +43,18 @@ def held(layer: Any, length: int) -> int:
     A layer with a sliding window holds only those in the window.
     """
     return min(length, getattr(layer, "sliding_window", length + 1) - 1)
+
+
+def windows_of(model: Any, cache: Any) -> list[int | None]:
+    """Return the sliding window of each self-attention layer of a call, in tokens; None for none.
+
+    Args:
+        model: The model.
+        cache: The cache that `generate` made, which shows the windows, or was given.
+    """
+    by_user = compat.is_user_provided(cache)
+    text = DynamicCache(config=model.config) if by_user else parts_of(cache)[0]
+    return [layer.sliding_window if layer.is_sliding else None for layer in text.layers]
 
 
 @dataclass(eq=False)

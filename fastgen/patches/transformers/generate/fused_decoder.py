@@ -23,7 +23,7 @@ from fastgen.models.runtime.step_inputs import CallStepInputs
 from fastgen.models.specs.registry import spec_of
 from fastgen.ops import native
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.cache.shared_cache import SharedCache, parts_of
+from fastgen.patches.transformers.cache.shared_cache import SharedCache, windows_of
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.legacy_search import method_of
 
@@ -79,11 +79,6 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
     if config.settings().step == "module":
         raise NotFused("FASTGEN_STEP=module")
     check_arguments(model, generation_config, kwargs)
-    windows = [
-        layer.sliding_window for layer in parts_of(kwargs[CACHE])[0].layers if layer.is_sliding
-    ]
-    if windows and longest > min(windows):
-        raise NotFused("the text may outgrow the sliding window")
     spec = spec_of(model.config)
     if spec is None:
         raise NotFused(f"there is no spec of model type {model.config.model_type!r}")
@@ -94,7 +89,7 @@ def step(model: Any, generation_config: Any, kwargs: dict[str, Any], longest: in
         raise NotFused(reason)
     if spec.prefix_lm:
         longest += kwargs["encoder_outputs"][0].shape[1]
-    fused = step_of(model, spec, longest)
+    fused = step_of(model, spec, longest, windows_of(model, kwargs[CACHE]))
     if fused.tokens > 1 and method_of(generation_config) == "contrastive search":
         raise NotFused("contrastive search looks at tokens, and the head at what asks behind them")
     mask = kwargs.get("attention_mask")

@@ -23,10 +23,12 @@ from fastgen.patches.transformers.planning import cached_prompt, common_prompt, 
 from fastgen.patches.transformers.planning.row_removal import looks_at_rows, reason_not_to_drop
 from fastgen.patches.transformers.planning.sharing import (
     MODULES_CANNOT,
+    OUTGROWN,
     draws,
     has_own_attention,
     longest_text,
     not_shared,
+    outgrows_window,
     reason_not_to_resolve,
     reason_not_to_share,
     reason_of_family,
@@ -96,17 +98,18 @@ def decide(
     shared = not left_off
     step, new_tokens = None, config.max_length - input_ids.shape[1]
     steps = new_tokens > 1 or drafts or method is not None or has_own_attention(model)
-    if shared and (steps or common or reuses):
-        try:
-            step = fused_decoder.step(
-                model, config, kwargs, longest_text(model, input_ids, config, kwargs)
-            )
-            if not (common or drafts or method is not None or has_own_attention(model)):
-                step = first_call.packed(model, step, input_ids, new_tokens)
-        except NotFused as reason_not:
-            step, shared = None, beams == 1 or not has_own_attention(model)
-            left_off += [] if shared else [not_shared(MODULES_CANNOT)]
-            left_off += [by_modules(reason_not)] if steps else []
+    if shared:
+        packs = not (common or drafts or method is not None or has_own_attention(model))
+        step, notes = (
+            _step_of(model, input_ids, config, kwargs, packs)
+            if steps or common or reuses
+            else (None, [])
+        )
+        left_off += notes if steps else []
+        if (
+            reason_not := _reason_of_step(model, step, input_ids, config, kwargs, beams)
+        ) is not None:
+            step, shared, left_off = None, False, [not_shared(reason_not), *left_off]
     common = common if common_prompt.supports(step, kwargs) else 0
     readable = step if shared and reuses else None
     cached, keeps_prefix = cached_prompt.use_of(model, readable, input_ids, config, kwargs, beams)
@@ -167,6 +170,37 @@ def decide(
         family=family,
     )
     return plan, step
+
+
+def _step_of(
+    model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any], packs: bool
+) -> tuple[DecoderStep | None, list[str]]:
+    """Return the fused decode step of a call, and notes why there is none.
+
+    Args:
+        packs: Whether it may be left to the model's modules until its weights are packed.
+    """
+    longest = longest_text(model, input_ids, config, kwargs)
+    try:
+        step = fused_decoder.step(model, config, kwargs, longest)
+        new_tokens = config.max_length - input_ids.shape[1]
+        return first_call.packed(model, step, input_ids, new_tokens) if packs else step, []
+    except NotFused as reason:
+        return None, [by_modules(reason)]
+
+
+def _reason_of_step(
+    model: Any, step: DecoderStep | None, input_ids: Tensor, config: Any, kwargs: dict[str, Any],
+    beams: int,
+) -> str | None:  # fmt: skip
+    """Return why a call does not share keys and values with these steps, or None if it does."""
+    if beams > 1:
+        return MODULES_CANNOT if step is None and has_own_attention(model) else None
+    cache = compat.cache_of(kwargs)
+    if compat.is_user_provided(cache) or (step is not None and not why_not_in_c(step)):
+        return None
+    longest = longest_text(model, input_ids, config, kwargs)
+    return OUTGROWN if outgrows_window(cache, longest) else None
 
 
 def method_named(loop: Literal["beam", "sample"], config: Any) -> str:

@@ -11,10 +11,11 @@ from fastgen.models.build.peft_layers import inserts_tokens
 from fastgen.models.routing.routes import touched_of
 from fastgen.models.specs.registry import spec_of
 from fastgen.models.state import CachedState, cached_state_of
+from fastgen.ops import native
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache import user_cache
-from fastgen.patches.transformers.cache.shared_cache import parts_of
+from fastgen.patches.transformers.cache.shared_cache import held, parts_of
 from fastgen.patches.transformers.generate import captured_module_step, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method
 from fastgen.patches.transformers.planning import images
@@ -24,6 +25,10 @@ from fastgen.patches.transformers.unlisted.families import (
     key_of,
     verdict,
 )
+
+OUTGROWN = "the text may outgrow the sliding window"
+MOST_KEPT = 2
+"""Maximum size of a cache of the whole text, as a multiple of transformers' own."""
 
 MODULES_CANNOT = "the model's own modules compute attention by themselves"
 
@@ -98,15 +103,33 @@ def reason_not_to_share(
         windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
         if windows and attentions:
             return "output_attentions=True with a sliding window"
-        # The shared cache keeps the whole text, which pays only if a sentence has several rows.
-        if windows and longest > min(windows):
-            return "the text may outgrow the sliding window"
+        if outgrows_window(cache, longest) and not _may_keep_all(model, cache, longest):
+            return OUTGROWN
         return None
     if attentions:
         return "output_attentions=True"
     return reason_not_to_resolve(model, kwargs) or images.reason_not_to_share(
         model, input_ids, kwargs, beams
     )
+
+
+def outgrows_window(cache: Any, longest: int) -> bool:
+    """Return whether a text of `longest` tokens is longer than a sliding window of a cache."""
+    layers: list[Any] = parts_of(cache)[0].layers
+    return any(layer.is_sliding and layer.sliding_window < longest for layer in layers)
+
+
+def _may_keep_all(model: Any, cache: Any, longest: int) -> bool:
+    """Return whether single rows may use the shared cache, which keeps the whole text.
+
+    That pays if sentences have several rows, or if C runs the steps: it reads the window only.
+    """
+    if spec_of(model.config) is None or model.device.type != "cpu":
+        return False
+    layers = parts_of(cache)[0].layers
+    own = sum(held(layer, longest) for layer in layers)
+    small = longest * len(layers) <= MOST_KEPT * own
+    return small and model.dtype in native.DTYPES and native.library() is not None
 
 
 def _reason_of_code(model: Any) -> str | None:
@@ -139,9 +162,8 @@ def _reason_not_to_compare(
         return f"model type {model.config.model_type!r} has no spec"
     if compat.is_user_provided(cache := compat.cache_of(kwargs)):
         return user_cache.IS_USER_PROVIDED
-    windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
-    if windows and longest_text(model, input_ids, config, kwargs) > min(windows):
-        return "the text may outgrow the sliding window"
+    if outgrows_window(cache, longest_text(model, input_ids, config, kwargs)):
+        return OUTGROWN
     if config.return_dict_in_generate and (config.output_hidden_states or config.output_attentions):
         return "hidden states or attentions are returned"
     return draws(model)

@@ -26,8 +26,8 @@ from tests.support.recorder import Graphs
 
 FIELDS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 BEAMS = {"num_beams": 4, "no_repeat_ngram_size": 2, "eos_token_id": [2, 7, 9, 30]}
-# These families compute attention or its softmax in fp32, whatever the model's dtype.
-_IN_FP32 = ("bloom", "codegen", "gpt_neo", "gptj", "mpt")
+# These families compute attention, its softmax or the rotation in fp32, whatever the dtype.
+_IN_FP32 = ("bloom", "codegen", "deepseek_v2", "gpt_neo", "gptj", "mpt")
 # transformers 5.17 gives all generated tokens of FSMT one position; fastgen's steps do not.
 _FSMT_COUNTS = bool(
     {"past_key_values_length", "cache_length"}
@@ -244,7 +244,7 @@ def test_a_local_window_that_is_not_outgrown() -> None:
 _PLACED = ("falcon-rw", "gptj")
 
 
-@pytest.mark.parametrize("name", _PLACED)
+@pytest.mark.parametrize("name", [*_PLACED, "mistral"])
 def test_graphs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values that change per step are read from the device."""
     graphs = Graphs(monkeypatch)

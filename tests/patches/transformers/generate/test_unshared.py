@@ -113,6 +113,13 @@ def test_one_row_and_a_sliding_window(family: str, options: dict[str, Any], fiel
     assert call.kv_bytes <= call.stock_kv_bytes
 
 
+def test_one_row_and_a_window_without_steps_in_c() -> None:
+    """In fp64 torch runs the steps, which would read the whole text."""
+    model = zoo.build("gpt_oss")
+    kwargs = zoo.batch(model, 3, 60) | {"max_new_tokens": 12}
+    _check_unshared(model, kwargs, "the text may outgrow the sliding window")
+
+
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma3_text"])
 def test_bytes_of_stock_with_several_rows(family: str) -> None:
     """transformers' own cache holds its windows only."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fastgen
 from fastgen.models.state import process_state
+from fastgen.patches.transformers.cache import attention
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.module_stepper import ModuleStepper
 from fastgen.patches.transformers.generate.report import last_call
@@ -265,8 +266,14 @@ def test_logits_that_are_not_finite_are_no_verdict() -> None:
     assert fastgen.explain(zoo.unproven(), **kwargs).plan.shared
 
 
-def test_attention_sinks_are_not_dropped() -> None:
-    """Keywords that the shared cache does not know keep a family from sharing, whatever they do."""
+@pytest.mark.parametrize("known", [True, False])
+def test_attention_sinks(
+    known: bool, setting: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keyword that the shared cache does not know keeps a family from sharing."""
+    setting("FASTGEN_STEP", "module")
+    if not known:
+        monkeypatch.setattr(attention, "_KNOWN", attention._KNOWN - {"s_aux"})
     torch.manual_seed(0)
     config = tf.GptOssConfig(
         vocab_size=zoo.VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -281,7 +288,7 @@ def test_attention_sinks_are_not_dropped() -> None:
                 layer.self_attn.sinks.fill_(sinks)
         kwargs = zoo.batch(model, 2, 7, "none") | {"num_beams": 3, "max_new_tokens": 8}
         assert assert_same(model, kwargs).error is None
-        assert not last_call().plan.shared
+        assert last_call().plan.shared == known
         assert assert_same(model, kwargs | {"num_beams": 1}).error is None
         assert last_call().plan.shared
 
