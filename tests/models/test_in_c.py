@@ -77,7 +77,46 @@ _FILLED = zoo._EXPERTS | {
     "hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "moe_intermediate_size": 128,
     "num_experts": 5, "num_local_experts": 5, "initializer_range": 0.3,
 }  # fmt: skip
-EXPERTS = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+_GROUPED = (
+    {**_FILLED, "num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6}
+    | {
+        name: zoo._GROUPED[name]
+        for name in ("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace")
+    }
+    | {"routed_scaling_factor": 1.5, "norm_topk_prob": False}
+)
+_SPARSE = {"mlp_layer_types": ["dense", "sparse"]}
+OWN |= {
+    "dots1": lambda: zoo.with_sinks(tf.Dots1ForCausalLM(tf.Dots1Config(**_GROUPED))),
+    "ernie4_5_moe": lambda: zoo.with_sinks(
+        tf.Ernie4_5_MoeForCausalLM(
+            tf.Ernie4_5_MoeConfig(
+                **{k: v for k, v in _FILLED.items() if k[:11] != "num_experts"}, moe_k=2,
+                moe_num_experts=5, moe_num_shared_experts=1, moe_layer_start_index=1,
+            )
+        )
+    ),
+    "exaone_moe": lambda: zoo.with_sinks(
+        tf.ExaoneMoeForCausalLM(
+            tf.ExaoneMoeConfig(
+                **_GROUPED, **_SPARSE, num_shared_experts=1, sliding_window=64,
+                layer_types=["full_attention", "sliding_attention"],
+            )
+        )
+    ),
+    "glm4_moe": lambda: zoo.with_sinks(
+        tf.Glm4MoeForCausalLM(
+            tf.Glm4MoeConfig(**_GROUPED | {"norm_topk_prob": True}, use_qk_norm=True)
+        )
+    ),
+    "hy_v3": lambda: zoo.with_sinks(tf.HYV3ForCausalLM(tf.HYV3Config(**_GROUPED, **_SPARSE))),
+    "minimax_m2": lambda: zoo.with_sinks(tf.MiniMaxM2ForCausalLM(tf.MiniMaxM2Config(**_FILLED))),
+    "solar_open": lambda: zoo.with_sinks(tf.SolarOpenForCausalLM(tf.SolarOpenConfig(**_GROUPED))),
+}  # fmt: skip
+EXPERTS = (
+    "dots1", "exaone_moe", "glm4_moe", "gpt_oss", "hy_v3", "minimax_m2", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_moe", "solar_open",
+)  # fmt: skip
 NOT_WRITTEN = {
     # QKV weights that are interleaved by head or in another order.
     "bloom",
@@ -99,18 +138,11 @@ NOT_WRITTEN = {
     "olmo",
     "hunyuan_v1_dense",
     "nemotron",
-    # Routers that take no softmax of all experts, and mixtures with a multiplier or other norms.
-    "dots1",
-    "ernie4_5_moe",
-    "exaone_moe",
+    # Another router, and mixtures with a multiplier or other norms.
     "flex_olmo",
-    "glm4_moe",
     "granitemoe",
     "hunyuan_v1_moe",
-    "hy_v3",
-    "minimax_m2",
     "phimoe",
-    "solar_open",
     # Attention over latent vectors.
     "axk1",
     "deepseek_v2",
@@ -453,7 +485,9 @@ def test_half_precision(variant: str, family: str, dtype: torch.dtype) -> None: 
     # Ernie rotates queries and keys in fp32.
     if family == "ernie4_5":
         assert call.plan.not_in_c == "its layers are not written in C"
-    assert (_steps() > 0) == (call.plan.fused and family not in NOT_WRITTEN | {"ernie4_5"})
+    assert (_steps() > 0) == (
+        call.plan.fused and family not in NOT_WRITTEN | {"ernie4_5", "ernie4_5_moe"}
+    )
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -208,9 +208,9 @@ _FALCON: dict[str, Any] = {
 
 def with_sinks(model: Any) -> Any:
     """Make the attention sinks and biases of a new model large enough to tell, and return it."""
-    for name, parameter in model.named_parameters():
+    for name, held in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith(("bias", "sinks")):
-            nn.init.normal_(parameter)
+            nn.init.normal_(held, std=0.3 if "correction" in name else 1.0)
     return model
 
 

@@ -223,21 +223,35 @@ class StackReader(LayerReader):
         elif not experts.is_concatenated and hasattr(experts, "limit"):
             of_gate = float(experts.alpha), float(experts.limit)
             clamp = of_gate if is_clamped(type(experts)._apply_gate, *of_gate) else None
-        if (kind, clamp) == (None, None) or not (
-            all(weight is not None and is_plain(weight) for weight in held)
-            and all(bias is None or is_plain(bias) for bias in biases)
-            and not any(getattr(experts, name, False) for name in _OTHER_EXPERTS)
-            and experts.config._experts_implementation in _SAME_EXPERTS
+        normalised = names.normalised(router)
+        if (
+            normalised is None
+            or (kind, clamp) == (None, None)
+            or not (
+                all(weight is not None and is_plain(weight) for weight in held)
+                and all(bias is None or is_plain(bias) for bias in biases)
+                and not any(getattr(experts, name, False) for name in _OTHER_EXPERTS)
+                and experts.config._experts_implementation in _SAME_EXPERTS
+            )
         ):
             return None
-        normalised, chosen = bool(names.normalised(router)), int(router.top_k)
+        chosen, correction = int(router.top_k), None
+        if names.correction is not None:
+            correction = at(layer, names.correction).detach().float().flatten().contiguous()
+        numbers = (
+            normalised, names.rounded, names.precise, names.sigmoid, correction,
+            tuple(int(getattr(router, name)) for name in names.groups) or (1, 1),
+            1.0 if names.factor is None else float(getattr(router, names.factor)),
+        )  # fmt: skip
         gate = None if names.shared_gate is None else at(layer, names.shared_gate)
-        self.fingerprint += (normalised, chosen, kind, clamp)
+        self.fingerprint += (chosen, kind, clamp, *numbers[:4], *numbers[5:])
         return Routing(
-            router.weight, chosen, normalised, names.rounded, kind,
+            router.weight, chosen, *numbers, kind,
             ExpertProducts(experts, "gate_up_proj", experts.is_transposed),
             ExpertProducts(experts, "down_proj", experts.is_transposed), *biases, clamp,
-            tuple(self.product(at(layer, name)) for name in names.shared),
+            tuple(
+                self.product(at(layer, name)) for name in names.shared if is_there(layer, name)
+            ),
             None if gate is None else gate.weight,
         )  # fmt: skip
 

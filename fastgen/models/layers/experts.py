@@ -129,9 +129,14 @@ class Routing:
     Attributes:
         router: Weight of the router (E, C); its logits choose the experts of each row.
         chosen: Experts per row, K.
-        normalised: Whether the weights of the chosen experts, which are the softmax of all logits,
-            are divided by their sum.
+        normalised: Whether the weights of the chosen experts, which are their scores, are divided
+            by their sum.
         rounded: Whether those weights are rounded to the model's dtype.
+        precise: Whether logits are not rounded to the model's dtype.
+        sigmoid: Whether scores are the sigmoid of each logit, not the softmax of all.
+        correction: (E,) fp32, added to scores for the choice only; None for none.
+        groups: Number of groups of experts, and how many of them are kept; 1 for no groups.
+        factor: Factor of the weights.
         activation: Kind of activation of the gate, as in `ops.activation`; None for a clamped one.
         up: Products of the gates and of what they multiply, F outputs each.
         down: The output projections.
@@ -148,6 +153,11 @@ class Routing:
     chosen: int
     normalised: bool
     rounded: bool
+    precise: bool
+    sigmoid: bool
+    correction: Tensor | None
+    groups: tuple[int, int]
+    factor: float
     activation: str | None
     up: ExpertProducts
     down: ExpertProducts

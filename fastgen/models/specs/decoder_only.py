@@ -135,6 +135,16 @@ _GEMMA2_HEAD = Head(softcap=lambda model: model.config.final_logit_softcapping)
 
 _MOE = replace(_LLAMA, experts=Experts())
 _SOFTMAX = Experts(normalised=lambda router: router.norm_topk_prob)
+_SHARED = tuple(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down"))
+_SIGMOID = Experts(
+    normalised=lambda _: True, rounded=False, sigmoid=True,
+    correction="mlp.e_score_correction_bias",
+)  # fmt: skip
+_GROUPED = replace(
+    _SIGMOID, normalised=lambda router: router.norm_topk_prob, precise=True,
+    correction="mlp.gate.e_score_correction_bias", groups=("num_group", "topk_group"),
+    factor="routed_scaling_factor", shared=_SHARED,
+)  # fmt: skip
 _OLMOE = replace(_MOE, self_attention=replace(_LLAMA_ATTENTION, norms_all_heads=True))
 
 _LATENT = replace(
@@ -361,11 +371,35 @@ DECODER_ONLY = {
         head=Head(scale=lambda model: 1 / model.config.logits_scaling), attention_interface=False,
     ),
     **dict.fromkeys(
-        ("dots1", "glm4_moe", "hy_v3", "solar_open"), ModelSpec(_MOE),
+        ("dots1", "glm4_moe", "solar_open"), ModelSpec(replace(_MOE, experts=_GROUPED)),
     ),
-    "ernie4_5_moe": ModelSpec(_rotated(_MOE, interleaved=True, halves=True, fp32=True)),
+    "hy_v3": ModelSpec(
+        replace(
+            _MOE,
+            experts=replace(
+                _SIGMOID, precise=True, factor="router_scaling_factor", shared=_SHARED
+            ),
+        )
+    ),
+    "ernie4_5_moe": ModelSpec(
+        _rotated(
+            replace(
+                _MOE,
+                experts=Experts(
+                    # The sum is at least `norm_min`, which no sum of scores is below.
+                    normalised=lambda router: True if router.norm_min <= 1e-6 else None,
+                    precise=True, shared=_SHARED,
+                    correction="mlp.gate.moe_statics.e_score_correction_bias",
+                ),
+            ),
+            interleaved=True, halves=True, fp32=True,
+        )
+    ),
     "exaone_moe": ModelSpec(
-        _rotated(_MOE, applies=lambda module: module.sliding_window is None or module.is_sliding)
+        _rotated(
+            replace(_MOE, experts=_GROUPED),
+            applies=lambda module: module.sliding_window is None or module.is_sliding,
+        )
     ),
     "flex_olmo": ModelSpec(replace(_OLMO2, experts=Experts())),
     "gpt_oss": ModelSpec(
@@ -390,7 +424,7 @@ DECODER_ONLY = {
             ),
         )
     ),
-    "minimax_m2": ModelSpec(_OLMOE),
+    "minimax_m2": ModelSpec(replace(_OLMOE, experts=_SIGMOID)),
     "mixtral": ModelSpec(
         replace(_MOE, experts=Experts(normalised=lambda _: True, rounded=False))
     ),

@@ -165,10 +165,17 @@ class Experts:
         module: The mixture, a path from the layer. It runs as a module, except in C.
         router: Path of the router from the layer.
         experts: Path of the module of all experts from the layer.
-        normalised: Returns whether the weights of the chosen experts are divided by their sum, for
-            a router that takes the softmax of all logits; None for any other router, and for a
-            mixture that computes anything else.
+        normalised: Returns whether the weights of the chosen experts, which are their scores, are
+            divided by their sum, or None for a router that computes anything else than the fields
+            below say; None where all routers or mixtures do.
         rounded: Whether those weights are rounded to the model's dtype.
+        precise: Whether logits are computed in fp32.
+        sigmoid: Whether scores are the sigmoid of each logit, not the softmax of all.
+        correction: What is added to scores for the choice only, a path from the layer; None for
+            nothing.
+        groups: Attributes of the router: the number of groups of experts, and how many are kept,
+            those with the highest sums of two scores; empty for no groups.
+        factor: Attribute of the router with the factor of the weights; None for 1.
         shared: Gate, up and down projection of an expert that all rows share; paths from the layer.
         shared_gate: The linear layer whose sigmoid multiplies that expert's output; None for none.
     """
@@ -176,8 +183,13 @@ class Experts:
     module: str = "mlp"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    normalised: Callable[[Any], bool] | None = None
+    normalised: Callable[[Any], bool | None] | None = None
     rounded: bool = True
+    precise: bool = False
+    sigmoid: bool = False
+    correction: str | None = None
+    groups: tuple[str, ...] = ()
+    factor: str | None = None
     shared: tuple[str, ...] = ()
     shared_gate: str | None = None
 

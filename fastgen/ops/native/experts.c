@@ -10,6 +10,8 @@
 
 #include "product.h"
 
+enum { MOST_GROUPS = 64 }; /* models/runtime/native/experts.py has the same number */
+
 /* Divides the scratch memory; `RecordedExperts.scratch` in models/runtime/native_experts.py says
  * how much there is. */
 Mixing mixing_of(const Step *step, const Sublayer *of, const float *residual, float *out,
@@ -18,7 +20,8 @@ Mixing mixing_of(const Step *step, const Sublayer *of, const float *residual, fl
   const int64_t rows = step->rows, pairs = rows * mix->chosen;
   Mixing job = {.step = step, .of = of, .residual = residual, .out = out, .threads = threads};
   job.logits = step->routed;
-  job.weight = job.logits + rows * mix->count;
+  job.choice = job.logits + rows * mix->count;
+  job.weight = job.choice + rows * mix->count;
   job.pairs = job.weight + pairs;
   job.wide = job.pairs + pairs * step->width;
   job.mixed = job.wide + pairs * mix->inner * (1 + mix->clamped);
@@ -38,17 +41,7 @@ INLINE float dot_as(const float *x, const void *weight, const void *bias, int64_
   float rest = bias ? number_at(bias, 0, dtype) : 0.0f;
   for (int64_t c = 0; c < whole; c += WIDTH) total += load(x + c) * load_as(weight, c, dtype);
   for (int64_t c = whole; c < C; c++) rest += x[c] * number_at(weight, c, dtype);
-  return rounded_number(sum(total) + rest, dtype);
-}
-
-float dot(const float *x, const void *weight, const void *bias, int64_t C, int64_t dtype) {
-  float y;
-  switch (dtype) {
-    case BF16: y = dot_as(x, weight, bias, C, BF16); break;
-    case FP16: y = dot_as(x, weight, bias, C, FP16); break;
-    default: y = dot_as(x, weight, bias, C, FP32);
-  }
-  return y;
+  return sum(total) + rest;
 }
 
 static float to_dtype(float x, int64_t dtype) {
@@ -57,17 +50,68 @@ static float to_dtype(float x, int64_t dtype) {
                          : x;
 }
 
+float dot(const float *x, const void *weight, const void *bias, int64_t C, int64_t dtype,
+          int64_t out_dtype) {
+  float y;
+  switch (dtype) {
+    case BF16: y = dot_as(x, weight, bias, C, BF16); break;
+    case FP16: y = dot_as(x, weight, bias, C, FP16); break;
+    default: y = dot_as(x, weight, bias, C, FP32);
+  }
+  return to_dtype(y, out_dtype);
+}
+
 /* The logits of an expert for all rows; a task is an expert. */
 void find_logits(void *given, Tasks *tasks) {
   Mixing *job = given;
   const Step *step = job->step;
   const Mixture *mix = job->of->experts;
+  const int64_t dtype = mix->wide ? FP32 : step->dtype;
+  const int64_t out_dtype = mix->precise ? FP32 : step->dtype;
   for (int64_t e; (e = next(tasks)) >= 0;) {
-    const void *weight = after(mix->router, e * step->width, step->dtype);
-    const void *bias = mix->router_bias ? after(mix->router_bias, e, step->dtype) : NULL;
+    const void *weight = after(mix->router, e * step->width, dtype);
+    const void *bias = mix->router_bias ? after(mix->router_bias, e, dtype) : NULL;
     for (int64_t r = 0; r < step->rows; r++)
       job->logits[r * mix->count + e] =
-          dot(step->x + r * step->width, weight, bias, step->width, step->dtype);
+          dot(step->x + r * step->width, weight, bias, step->width, dtype, out_dtype);
+  }
+}
+
+/* Replaces logits by scores. */
+static void score(float *p, const Mixture *mix) {
+  float highest = p[0], all = 0.0f;
+  for (int64_t e = 1; e < mix->count; e++) highest = p[e] > highest ? p[e] : highest;
+  for (int64_t e = 0; e < mix->count; e++)
+    if (mix->sigmoid)
+      p[e] = 1.0f / (1.0f + expf(-p[e]));
+    else
+      all += p[e] = expf(p[e] - highest);
+  for (int64_t e = 0; !mix->sigmoid && e < mix->count; e++) p[e] /= all;
+}
+
+/* Hides the experts of all but the best groups.
+ *
+ * Source: DeepSeek-AI 2024 (DeepSeek-V3), section 2.1.2. */
+static void keep_groups(float *choice, const Mixture *mix) {
+  const int64_t size = mix->count / mix->groups;
+  float best[MOST_GROUPS];
+  for (int64_t g = 0; g < mix->groups; g++) {
+    const float *of = choice + g * size;
+    float first = of[0] > of[1] ? of[0] : of[1], second = of[0] > of[1] ? of[1] : of[0];
+    for (int64_t e = 2; e < size; e++)
+      if (of[e] > first)
+        second = first, first = of[e];
+      else if (of[e] > second)
+        second = of[e];
+    best[g] = first + second;
+  }
+  for (int64_t left = mix->groups - mix->kept; left > 0; left--) {
+    int64_t worst = -1;
+    for (int64_t g = 0; g < mix->groups; g++)
+      if (best[g] > -INFINITY && (worst < 0 || best[g] <= best[worst])) worst = g;
+    if (worst < 0) return;
+    best[worst] = -INFINITY;
+    for (int64_t e = 0; e < size; e++) choice[worst * size + e] = -INFINITY;
   }
 }
 
@@ -77,19 +121,22 @@ void choose_experts(void *given, Tasks *tasks) {
   const Mixture *mix = job->of->experts;
   for (int64_t r; (r = next(tasks)) >= 0;) {
     float *p = job->logits + r * mix->count, *weight = job->weight + r * mix->chosen;
+    float *choice = job->choice + r * mix->count, chosen = 0.0f;
     int32_t *expert = job->expert + r * mix->chosen;
-    float highest = p[0], all = 0.0f, chosen = 0.0f;
-    for (int64_t e = 1; e < mix->count; e++) highest = p[e] > highest ? p[e] : highest;
-    for (int64_t e = 0; e < mix->count; e++) all += p[e] = expf(p[e] - highest);
+    score(p, mix);
+    for (int64_t e = 0; e < mix->count; e++)
+      choice[e] = mix->correction ? p[e] + mix->correction[e] : p[e];
+    if (mix->groups > 1) keep_groups(choice, mix);
     for (int64_t k = 0; k < mix->chosen; k++) {
       int32_t best = 0;
       for (int32_t e = 1; e < mix->count; e++)
-        if (p[e] > p[best]) best = e;
-      expert[k] = best, weight[k] = p[best] / all, chosen += weight[k];
-      p[best] = -1.0f; /* below all others: not chosen again */
+        if (choice[e] > choice[best]) best = e;
+      expert[k] = best, weight[k] = p[best], chosen += weight[k];
+      choice[best] = -INFINITY; /* not chosen again */
     }
     for (int64_t k = 0; k < mix->chosen; k++) {
       if (mix->normalised) weight[k] /= chosen;
+      weight[k] *= mix->factor;
       if (mix->rounded) weight[k] = to_dtype(weight[k], job->step->dtype);
     }
   }
@@ -267,7 +314,8 @@ void add_up_experts(void *given, Tasks *tasks) {
   for (int64_t r; (r = next(tasks)) >= 0;) {
     float share = 1.0f;
     if (gate) {
-      const float logit = dot(step->x + r * step->width, gate, NULL, step->width, step->dtype);
+      const float logit = dot(step->x + r * step->width, gate, NULL, step->width, step->dtype,
+                              step->dtype);
       share = to_dtype(1.0f / (1.0f + expf(-logit)), step->dtype);
     }
     WITH_DTYPE(step->dtype, add_up_row, job, r, share)

@@ -12,7 +12,7 @@ typedef struct {
   const Sublayer *of;
   const float *residual;
   float *out;                /* (R, C) */
-  float *logits;             /* (R, E) */
+  float *logits, *choice;    /* (R, E): logits, then scores; scores for the choice */
   float *weight;             /* of each pair */
   float *pairs;              /* (R K, C): inputs, then outputs */
   float *wide, *mixed;       /* (R K, F), of wide (R K, 2 F) if the experts are clamped */
@@ -34,8 +34,9 @@ void gather_rows(void *job, Tasks *tasks);
 void multiply_up(void *job, Tasks *tasks);
 void multiply_down(void *job, Tasks *tasks);
 void add_up_experts(void *job, Tasks *tasks);
-/* The product of two vectors of C numbers, plus a bias or NULL, rounded to dtype, that of `weight`
- * and `bias`. */
-float dot(const float *x, const void *weight, const void *bias, int64_t C, int64_t dtype);
+/* The product of two vectors of C numbers, plus a bias or NULL, rounded to `out_dtype`. `weight` and
+ * `bias` are of dtype. */
+float dot(const float *x, const void *weight, const void *bias, int64_t C, int64_t dtype,
+          int64_t out_dtype);
 
 #endif

@@ -173,7 +173,7 @@ static void lower(void *given, Tasks *tasks) {
     const void *weight = after(job->of->down, i * job->inputs, job->dtype);
     for (int64_t r = 0; r < job->rows; r++)
       job->out[r * job->of->rank + i] = dot(job->x + r * job->inputs, weight, NULL, job->inputs,
-                                            job->dtype);
+                                            job->dtype, job->dtype);
   }
 }
 

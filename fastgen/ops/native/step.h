@@ -34,17 +34,24 @@ typedef struct {
   int64_t kind;
 } Norm;
 
-/* A mixture of E experts, of which each row has the K with the highest logits of the router. The
- * panels of all experts follow one another. */
+/* A mixture of E experts, of which each row has the K with the highest scores of the router. Scores
+ * are the softmax of all logits, or the sigmoid of each. The panels of all experts follow one
+ * another. */
 typedef struct {
-  const void *router;           /* (E, C) of the step's dtype, not packed */
-  const void *router_bias;      /* (E,), or NULL */
+  const void *router;           /* (E, C), not packed; of the step's dtype, or fp32 if `wide` */
+  const void *router_bias;      /* (E,), of the same dtype; or NULL */
+  const float *correction;      /* (E,), added to scores for the choice only; or NULL */
   const void *up, *down;        /* panels of (E, 2 F, C), F of which gate the rest; of (E, C, F) */
   const void *up_bias, *down_bias; /* (E, 2 F) and (E, C), or NULL */
   const void *shared_gate;      /* (C,): its sigmoid scales the shared expert's output; or NULL */
   int64_t count, chosen, inner; /* E, K, F */
   int64_t normalised;           /* whether the weights of the chosen experts add up to 1 */
   int64_t rounded;              /* whether those weights are rounded to the step's dtype */
+  int64_t wide, precise;        /* whether logits are not rounded to the step's dtype */
+  int64_t sigmoid;
+  int64_t groups, kept;         /* of equal size, of which those with the highest sums of two scores
+                                   are kept; 1 for no groups */
+  double factor;                /* of the weights */
   int64_t clamped;              /* whether outputs of up are pairs of a gate and what it gates,
                                    which `clamped_gate` in experts.c multiplies */
   double alpha, limit;          /* parameters of that function */

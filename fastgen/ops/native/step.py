@@ -84,6 +84,7 @@ class Mixture(ctypes.Structure):
     Attributes:
         router: (E, C), not packed.
         router_bias: (E,); or NULL.
+        correction: (E,) fp32, added to the scores of the experts for the choice only; or NULL.
         up: packed weights of all experts, (E, 2 F, C), of which F gate the others.
         down: packed output projections of all experts, (E, C, F).
         up_bias: (E, 2 F); or NULL.
@@ -94,6 +95,12 @@ class Mixture(ctypes.Structure):
         inner: F.
         normalised: whether the weights of the chosen experts are divided by their sum.
         rounded: whether those weights are rounded to the step's dtype.
+        wide: whether the router is fp32 in a step of another dtype.
+        precise: whether logits are not rounded to the step's dtype.
+        sigmoid: whether scores are the sigmoid of each logit, not the softmax of all.
+        groups: groups of experts of equal size; 1 for none.
+        kept: the groups that are kept, with the highest sums of two scores.
+        factor: factor of the weights.
         clamped: whether outputs of `up` are pairs of a gate and what it gates, which
             `clamped_gate` in experts.c multiplies.
         alpha: parameter of that function.
@@ -102,8 +109,10 @@ class Mixture(ctypes.Structure):
 
     __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
-        *fields(POINTER, "router router_bias up down up_bias down_bias shared_gate"),
-        *fields(INTEGER, "count chosen inner normalised rounded clamped"),
+        *fields(POINTER, "router router_bias correction up down up_bias down_bias shared_gate"),
+        *fields(INTEGER, "count chosen inner normalised rounded wide precise sigmoid groups kept"),
+        *fields(DOUBLE, "factor"),
+        *fields(INTEGER, "clamped"),
         *fields(DOUBLE, "alpha limit"),
     ]
 

@@ -3,12 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastgen.models.layers.experts import Experts, Routing
 from fastgen.models.layers.linear import Linear
 from fastgen.ops import native
 from fastgen.ops.native import step as c
+
+MOST_GROUPS = 64
+"""Maximum number of groups of experts, as in experts.c."""
 
 
 def is_supported(mix: Experts) -> bool:
@@ -38,16 +42,23 @@ def has_shapes(mix: Experts, width: int, panel: int) -> bool:
         and 0 < routing.chosen <= count
         and inner > 0
         and inner * (1 if routing.clamp is None else 2) % panel == width % panel == 0
-        and up.dtype == down.dtype == routing.router.dtype
+        and up.dtype == down.dtype
+        and (routing.router.dtype == up.dtype or (routing.precise and _is_wide(routing)))
+        and (routing.correction is None or routing.correction.shape == (count,))
     )
-    for bias, shape in (
-        (routing.router_bias, (count,)),
-        (routing.up_bias, (count, 2 * inner)),
-        (routing.down_bias, (count, width)),
+    groups, kept = routing.groups
+    fits = fits and 0 < kept <= groups <= MOST_GROUPS and count % groups == 0
+    fits = fits and (
+        groups == 1 or (2 * groups <= count and routing.chosen <= kept * count // groups)
+    )
+    for bias, shape, like in (
+        (routing.router_bias, (count,), routing.router),
+        (routing.up_bias, (count, 2 * inner), up),
+        (routing.down_bias, (count, width), up),
     ):
         fits = fits and (
             bias is None
-            or (bias.shape == shape and bias.dtype == up.dtype and bias.is_contiguous())
+            or (bias.shape == shape and bias.dtype == like.dtype and bias.is_contiguous())
         )
     if shared:
         gate, wide, out = shared
@@ -79,6 +90,7 @@ def record(
     mixture = c.Mixture(
         router=at(routing.router),
         router_bias=at(routing.router_bias),
+        correction=at(routing.correction),
         up=up.panels,
         down=down.panels,
         up_bias=at(routing.up_bias),
@@ -89,6 +101,12 @@ def record(
         inner=routing.up.each // 2,
         normalised=routing.normalised,
         rounded=routing.rounded,
+        wide=_is_wide(routing),
+        precise=routing.precise,
+        sigmoid=routing.sigmoid,
+        groups=routing.groups[0],
+        kept=routing.groups[1],
+        factor=routing.factor,
     )
     if routing.clamp is not None:
         mixture.clamped, (mixture.alpha, mixture.limit) = True, routing.clamp
@@ -103,10 +121,10 @@ def scratch(mix: Experts, rows: int, width: int) -> int:
     routing = _of(mix)
     count, pairs, each = routing.up.count, rows * routing.chosen, routing.up.each
     wide = each if routing.clamp is None else each + each // 2
-    # Logits; weights, inputs and outputs, wide layers, experts and places of pairs; the shared
-    # expert's output; where experts begin.
+    # Logits and scores; weights, inputs and outputs, wide layers, experts and places of pairs; the
+    # shared expert's output; where experts begin.
     of_pairs = pairs * (1 + width + wide + 2)
-    return rows * count + of_pairs + rows * width + 2 * count + 2
+    return 2 * rows * count + of_pairs + rows * width + 2 * count + 2
 
 
 def made(mix: Experts) -> tuple[int, int]:
@@ -121,6 +139,10 @@ def work(product: Any, mix: Any) -> int:
     if isinstance(mix, Experts) and product in (_of(mix).up, _of(mix).down):
         return size * _of(mix).chosen // product.count
     return size
+
+
+def _is_wide(routing: Routing) -> bool:
+    return routing.router.dtype == torch.float32 != routing.up.dtype
 
 
 def _of(mix: Experts) -> Routing:
