@@ -16,7 +16,7 @@ CALLS = 5
 """How many calls each family runs."""
 
 FILE = RESULTS / "coverage.json"
-LEAST = 158.0
+LEAST = 164.0
 """How many families are accelerated at least; those in part count half."""
 
 

@@ -69,6 +69,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert record.FILE.read_bytes() == before, "only a run of all families is recorded"
 
 
+def test_an_update_keeps_the_other_families(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    file, fused = tmp_path / "coverage.json", {"how": record.FUSED, "why": {}}
+    shared = {"how": record.SHARED, "why": {}}
+    file.write_text(json.dumps({"families": {"arcee": fused, "llama": fused}}))
+    monkeypatch.setattr(command, "FILE", file)
+    monkeypatch.setattr(command, "LEAST", 2.0)
+    monkeypatch.setattr(command, "apart", lambda name, speed: shared)
+    assert command.main(["--family", "arcee", "--update", "--jobs", "1"]) == 0
+    found = json.loads(file.read_text())["families"]
+    assert found == {"arcee": shared, "llama": fused}
+
+
 def test_sizes_reach_nested_configs() -> None:
     config = recipe.config_of(CONFIG_MAPPING["gemma3"], recipe.Sizes(), {})
     assert config.text_config.hidden_size == config.vision_config.hidden_size == 32

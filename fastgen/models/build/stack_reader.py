@@ -238,21 +238,19 @@ class StackReader(LayerReader):
         chosen, correction = int(router.top_k), None
         if names.correction is not None:
             correction = at(layer, names.correction).detach().float().flatten().contiguous()
-        numbers = (
-            normalised, names.rounded, names.precise, names.sigmoid, correction,
-            tuple(int(getattr(router, name)) for name in names.groups) or (1, 1),
-            1.0 if names.factor is None else float(getattr(router, names.factor)),
-        )  # fmt: skip
+        groups, kept = [int(getattr(router, name)) for name in names.groups] or (1, 1)
+        factor = 1.0 if names.factor is None else float(getattr(router, names.factor))
         gate = None if names.shared_gate is None else at(layer, names.shared_gate)
-        self.fingerprint += (chosen, kind, clamp, *numbers[:4], *numbers[5:])
+        self.fingerprint += (chosen, kind, clamp, normalised, groups, kept, factor)
+        shared = [at(layer, name) for name in names.shared if is_there(layer, name)]
         return Routing(
-            router.weight, chosen, *numbers, kind,
+            router.weight, chosen, normalised, names.rounded, names.precise, names.sigmoid,
+            correction, (groups, kept), factor, kind,
             ExpertProducts(experts, "gate_up_proj", experts.is_transposed),
-            ExpertProducts(experts, "down_proj", experts.is_transposed), *biases, clamp,
-            tuple(
-                self.product(at(layer, name)) for name in names.shared if is_there(layer, name)
-            ),
-            None if gate is None else gate.weight,
+            ExpertProducts(experts, "down_proj", experts.is_transposed),
+            router_bias=biases[0], up_bias=biases[1], down_bias=biases[2], clamp=clamp,
+            shared=tuple(map(self.product, shared)),
+            shared_gate=None if gate is None else gate.weight,
         )  # fmt: skip
 
     def feed_forward(self, layer: Any, mlp: Mlp) -> tuple[FeedForward, Product]:
@@ -509,7 +507,7 @@ class StackReader(LayerReader):
         if not applies:
             return None
         if which not in self.rotations:
-            rotary = module if which is None else functools.partial(module, layer_type=which)
+            rotary: Any = module if which is None else functools.partial(module, layer_type=which)
             rotary = InterleavedRotary(rotary) if spec.halves else rotary
             rotary = ComplexRotary(rotary) if spec.complex else rotary
             self.rotations[which] = PairedRotary(rotary) if spec.once else rotary

@@ -54,7 +54,8 @@ def windows_of(model: Any, cache: Any) -> list[int | None]:
     """
     by_user = compat.is_user_provided(cache)
     text = DynamicCache(config=model.config) if by_user else parts_of(cache)[0]
-    return [layer.sliding_window if layer.is_sliding else None for layer in text.layers]
+    layers: list[Any] = text.layers
+    return [layer.sliding_window if layer.is_sliding else None for layer in layers]
 
 
 @dataclass(eq=False)
