@@ -91,7 +91,9 @@ def texts(args: argparse.Namespace) -> Iterator[tuple[str, Cell]]:
     lines = [line + tokenizer.eos_token * args.append_eos for line in pair.read_lines(args.input)]
     lines = lines[: args.lines]
     lookup = {} if args.prompt_lookup is None else {"prompt_lookup_num_tokens": args.prompt_lookup}
-    name = f"{args.model.name}, {args.input.name}"
+    folder = args.model.resolve()
+    folder = folder.parent if folder.name == "model" else folder
+    name = f"{folder.name}, {args.input.name}"
     if lookup:
         name += f", prompt lookup {args.prompt_lookup}"
     if args.sample:
