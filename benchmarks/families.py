@@ -1,11 +1,12 @@
 """Measure every supported model family, at one small size, against the unpatched toolkit.
 
     python -m benchmarks.families
-    python -m benchmarks.families --family bloom led
+    python -m benchmarks.families --family bloom led --dtype bfloat16
 
 Models have random weights and four layers of width 256 (encoder-decoders: four and four). Each
 family runs three calls: 4 beams, a greedy batch, and one greedy sentence. One JSON file,
-families.json, goes to benchmarks/results/<hardware>/. The exit status is 1 if any output differed.
+families.json or families_bfloat16.json, goes to benchmarks/results/<hardware>/. The exit status is
+1 if any output differed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 import fastgen.unilm  # registers its family
 from benchmarks.coverage import recipe
@@ -58,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--family", nargs="+", choices=sorted(SPECS), metavar="NAME", help="default: all"
     )
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     args = common(parser, rounds=5).parse_args(argv)
     begin(args.threads)
     return measured(args, "families", _cells(args, args.family or sorted(SPECS)))
@@ -66,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _cells(
     args: argparse.Namespace, names: Sequence[str]
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    tiny = args.scale == "tiny"
+    tiny, dtype = args.scale == "tiny", getattr(torch, args.dtype)
     for name in names:
-        model = build(name, tiny).to(args.device)
+        model = build(name, tiny).to(args.device, dtype)
         for call, (sentences, tokens, beams) in CALLS.items():
             sizes = (2, 8) if tiny else (sentences, tokens)
             new = 4 if tiny else NEW_TOKENS
@@ -79,11 +83,16 @@ def _cells(
                 "max_new_tokens": new,
             }
             fastgen.release()
-            inputs = recipe.inputs_of(model, *sizes)
+            inputs = {
+                key: value.to(dtype) if value.is_floating_point() else value
+                for key, value in recipe.inputs_of(model, *sizes).items()
+            }
             yield (
                 name,
                 call,
-                compared(model, inputs, options, sizes[0] * new, Session(args.device), args.rounds),
+                compared(
+                    model, inputs, options, sizes[0] * new, Session(args.device, dtype), args.rounds
+                ),
             )
 
 

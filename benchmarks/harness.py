@@ -171,9 +171,13 @@ def measured(
     for model, call, found in cells:
         results.setdefault(model, {})[call] = found
         print(f"{model:<20}{call:<20}{outcome_text(found)}", flush=True)
-        write_result(
-            args, name, results, arguments={"threads": args.threads, "rounds": args.rounds}
-        )
+        arguments = {"threads": args.threads, "rounds": args.rounds}
+        if (dtype := getattr(args, "dtype", "float32")) != "float32":
+            write_result(
+                args, f"{name}_{dtype}", results, kind=name, arguments=arguments | {"dtype": dtype}
+            )
+        else:
+            write_result(args, name, results, arguments=arguments)
     return 0 if all(agrees(found) for calls in results.values() for found in calls.values()) else 1
 
 

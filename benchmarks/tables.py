@@ -298,7 +298,7 @@ def families_summary() -> str:
         for call in next(iter(models), ()):
             ratios = [model[call]["ratio"] for model in models if agrees(model[call])]
             values = (min(ratios), statistics.median(ratios), max(ratios))
-            rows.append((_where(file), call, *(f"{value:.2f}" for value in values)))
+            rows.append((_setting(file, data), call, *(f"{value:.2f}" for value in values)))
     return table(("machine", "call", "lowest", "median", "highest"), rows)
 
 
@@ -330,7 +330,7 @@ def _ratios(kind: str, title: str, shown: Callable[[dict[str, Any]], str] | None
     for file, data in _results(kind):
         models = data["result"]
         rows = ((f"`{name}`", *map(shown, calls.values())) for name, calls in models.items())
-        parts += [f"On {_where(file)}:", table((title, *next(iter(models.values()))), rows)]
+        parts += [f"On {_setting(file, data)}:", table((title, *next(iter(models.values()))), rows)]
     return "\n\n".join(parts) or NOT_YET
 
 
@@ -478,6 +478,12 @@ def _where(file: str) -> str:
     """Return the name of the machine of a results file, or of its folder."""
     folder = file.partition("/")[0]
     return MACHINES.get(folder, folder)
+
+
+def _setting(file: str, data: dict[str, Any]) -> str:
+    """Return the name of the machine of a results file, with the dtype if it is not fp32."""
+    dtype = data["arguments"].get("dtype", "float32")
+    return _where(file) if dtype == "float32" else f"{_where(file)}, {dtype}"
 
 
 def _device(data: dict[str, Any]) -> str:
