@@ -80,12 +80,32 @@ def test_explained(name: str, beams: int) -> None:
 @pytest.mark.parametrize("per_sentence", [(2, 1, 3), (1, 0, 2), (0, 0, 1)], ids=str)
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 def test_images_of_sentences(per_sentence: tuple[int, ...], options: dict[str, Any]) -> None:
-    model, inputs = combined.build("llava"), combined.with_images(3, True, 12)
+    model, inputs = combined.build("llava"), _with(per_sentence)
+    kwargs = inputs | {"pixel_values": combined.pictures(sum(per_sentence)).double()}
+    _check(model, kwargs | ENDS | options | SCORES)
+
+
+def _with(per_sentence: tuple[int, ...]) -> dict[str, Any]:
+    """Return prompts that each hold the tokens of some images, of 4 tokens each."""
+    inputs = combined.with_images(len(per_sentence), True, 12)
     for row, count in enumerate(per_sentence):
         places = (inputs["input_ids"][row] == combined.IMAGE).nonzero()[4 * count :, 0]
         inputs["input_ids"][row, places] = 50
-    kwargs = inputs | {"pixel_values": combined.pictures(sum(per_sentence)).double()}
-    _check(model, kwargs | ENDS | options | SCORES)
+    return inputs
+
+
+@pytest.mark.parametrize("per_sentence", [(1, 1, 1), (1, 0, 2), (3, 0, 0), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
+def test_recordings_of_sentences(per_sentence: tuple[int, ...], options: dict[str, Any]) -> None:
+    """transformers repeats recordings one by one, so that beams of a text read different ones."""
+    model, inputs = combined.build("qwen2_audio"), _with(per_sentence)
+    sounds = combined.recordings(sum(per_sentence))
+    sounds["input_features"] = sounds["input_features"].double()
+    assert assert_same(model, inputs | sounds | ENDS | options | SCORES).error is None
+    call = last_call()
+    assert call is not None
+    one_row = not {"num_beams", "num_return_sequences"} & options.keys()
+    assert call.plan.shared == call.plan.fused == (one_row or per_sentence == (1, 1, 1))
 
 
 def test_the_first_copy_of_each_image() -> None:

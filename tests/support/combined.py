@@ -160,6 +160,27 @@ def _qwen(kind: str, vision: dict[str, Any], **rope: Any) -> Any:
     return getattr(tf, f"{kind}ForConditionalGeneration")(config)
 
 
+def _qwen2_audio() -> Any:
+    sound: dict[str, Any] = {
+        "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48,
+        "num_mel_bins": 8, "max_source_positions": 8, "initializer_range": 0.5,
+    }  # fmt: skip
+    return tf.Qwen2AudioForConditionalGeneration(
+        tf.Qwen2AudioConfig(
+            audio_config=sound, text_config=_TEXT | {"model_type": "qwen2"}, audio_token_id=IMAGE
+        )
+    )
+
+
+def recordings(count: int) -> Inputs:
+    """Return features of random recordings, each of which takes 4 tokens of a prompt."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "input_features": torch.randn(count, 8, 16, generator=generator),
+        "feature_attention_mask": torch.ones(count, 16, dtype=torch.int64),
+    }
+
+
 def pictures(count: int, *shape: int) -> Tensor:
     """Return random images (N, ..., 3, 16, 16)."""
     generator = torch.Generator().manual_seed(1)
@@ -242,6 +263,7 @@ COMBINED: dict[str, tuple[Callable[[], Any], Callable[[int, bool], Inputs]]] = {
         _idefics3,
         lambda b, padded: with_images(b, padded, 1) | {"pixel_values": pictures(b, 1)},
     ),
+    "qwen2_audio": (_qwen2_audio, lambda b, padded: with_images(b, padded) | recordings(b)),
     "qwen2_vl": (
         lambda: _qwen("Qwen2VL", {"embed_dim": 32, "mlp_ratio": 2}, mrope_section=[2, 3, 3]),
         _of_qwen,

@@ -1,4 +1,4 @@
-"""Images and videos of prompts, which `generate` encodes once and repeats for all rows."""
+"""Images, videos and sound of prompts, which `generate` repeats for all rows."""
 
 import copy
 from collections.abc import Sequence
@@ -7,11 +7,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastgen.patches.transformers import compat
+
 ENCODED, _POSITIONS = "mm_encoder_outputs", "position_ids"
 """Arguments of the forward: outputs of the encoders of images and videos, and positions."""
 
 GIVEN = "images or videos are given"
 """Reason for calls whose rows cannot share them."""
+
+_MODALITIES = {
+    **dict.fromkeys(("image_patches", "pixel_values", "pixel_values_images"), "image"),
+    "pixel_values_videos": "video",
+    **dict.fromkeys(("audio_input_features", "input_features", "input_values"), "audio"),
+}
+"""Arguments of the forward with images, videos or sound that are not encoded yet."""
 
 
 def reason_not_to_share(
@@ -28,7 +37,11 @@ def reason_not_to_share(
     are_rows = all(
         value.shape[:1] == input_ids.shape[:1] for value in others if isinstance(value, Tensor)
     )
-    known = are_rows and _of_sentences(model, input_ids, kwargs, beams) is not None
+    known = (
+        are_rows
+        and _has_one_per_row(model, input_ids, kwargs)
+        and _of_sentences(model, input_ids, kwargs, beams) is not None
+    )
     return None if known else GIVEN
 
 
@@ -53,6 +66,29 @@ def once_per_sentence(
     return once
 
 
+def _has_one_per_row(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> bool:
+    """Return whether each prompt reads its own row of what is not encoded yet.
+
+    `generate` repeats such rows one by one: with two images for one prompt and none for another,
+    one of its beams would read the first image twice. As there are as many rows as prompts, each
+    prompt has one if none is without.
+    """
+    if model.config.is_encoder_decoder:
+        return True  # what the encoder read is not read again
+    given = {kind for name, kind in _MODALITIES.items() if kwargs.get(name) is not None}
+    tokens = {_token(model, kind) for kind in given} - {None}
+    newest = input_ids[:, compat.cache_of(kwargs).get_seq_length() :]
+    return all(bool((newest == token).any(1).all()) for token in tokens)
+
+
+def _token(model: Any, modality: str) -> Any:
+    """Return the token that stands for parts of an image, for example; None if there is none."""
+    names = (f"{modality}_token_id", f"{modality}_token_index")
+    return next(
+        (getattr(model.config, name) for name in names if hasattr(model.config, name)), None
+    )
+
+
 def _of_sentences(
     model: Any, input_ids: Tensor, kwargs: dict[str, Any], beams: int
 ) -> dict[str, Any] | None:
@@ -63,7 +99,7 @@ def _of_sentences(
         if output is None or (parts := getattr(output, "pooler_output", None)) is None:
             once[modality] = output  # nothing was repeated
             continue
-        token = getattr(model.config, f"{modality}_token_id", None)
+        token = _token(model, modality)
         if token is None or input_ids.shape[1] == 0:
             return None
         counts: list[int] = (input_ids[::beams] == token).sum(1).tolist()
