@@ -209,6 +209,22 @@ def test_copies_of_a_weight_share_a_probe(net: Net) -> None:
     assert not any(packed_weights.has_copy(net.first, kind) for kind in kinds)
 
 
+@pytest.mark.parametrize("kind", [packed_weights.Packed, packed_weights.Int8Packed])
+def test_probe_is_of_the_packed_values(net: Net, kind: type[packed_weights.Packed]) -> None:
+    """Other values written through `.data` between a weight's first use and its packing."""
+    weight = net.first.weight
+    first = weight.detach().clone()
+    packed_weights.packed_of(net.first)  # its probe is of the first values
+    weight.data.neg_()
+    packed_weights.check(net.first)
+    entry = packed_weights.packed_of(net.first, kind)
+    while entry.copied(weight, weight, always=True) is None:
+        pass
+    weight.data.copy_(first)
+    packed_weights.check(net.first)
+    assert not packed_weights.has_copy(net.first, kind)
+
+
 def test_routes_leave_alone(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip layers that are not fp32 on a CPU, hooked, overridden, quantised or of another class.
 

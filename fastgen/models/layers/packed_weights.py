@@ -101,6 +101,8 @@ class Packed(CachedState):
             if self.uses >= self.uses_to_pack or comparison.get() is not None:
                 self.shortage = _shortage(self.bytes_of(plain), always)
                 if self.shortage is None:
+                    if self.probe_differs(weight):  # written through `.data` since the first use
+                        self.probe = _sample(weight, self.stride).clone()
                     self._pack(plain)
                 if self.copy is None:
                     self.uses = self.uses_to_pack - AGAIN

@@ -1,9 +1,8 @@
 """Calls of one or two new tokens that are so small that transformers' own code is faster."""
 
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
-
-from torch import Tensor
 
 from fastgen import config
 from fastgen.patches.generation_call import GenerationCall, call_of
@@ -42,6 +41,15 @@ and 1.15 to 2.2 with a hidden size of 512. With two, they are 0.87 to 1.00 withi
 beyond (Marian of 3 + 3 and GPT-2 of 3 layers, Zen 4, two threads).
 """
 
+_CODE = (
+    "streamer",
+    "custom_generate",
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+)
+"""Arguments with code of the caller, which may itself call `generate` with a feature of fastgen."""
+
 
 def is_too_small(model: Any, inputs: Sequence[Any], arguments: Mapping[str, Any]) -> bool:
     """Return whether a call gains nothing from fastgen.
@@ -76,9 +84,8 @@ def _needs_fastgen(model: Any, arguments: Mapping[str, Any]) -> bool:
     call = call_of(model)
     return (
         call != GenerationCall(model, prefix_cache=call.prefix_cache)
-        or arguments.get("streamer") is not None
-        or arguments.get("custom_generate") is not None
+        or any(arguments.get(name) is not None for name in _CODE)
         or config.settings().precision == "int8"
-        or isinstance(setting_of(model, arguments, "forced_bos_token_id"), (list, Tensor))
+        or not isinstance(setting_of(model, arguments, "forced_bos_token_id"), (int, NoneType))
         or method_of(Settings(model, arguments)) is not None
     )

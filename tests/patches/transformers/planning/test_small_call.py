@@ -1,10 +1,12 @@
 """Calls of one or two new tokens of a tiny model run transformers' own code; others do not."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 import fastgen
 from fastgen import config
@@ -87,6 +89,36 @@ def test_features_of_fastgen_are_served() -> None:
         diversity_penalty=0.5,
     )  # fmt: skip
     assert _skipped() == before
+
+
+def test_features_of_fastgen_are_served_within_a_small_call() -> None:
+    """A logits processor runs diverse beam search of another model."""
+    model, other = (copy.deepcopy(zoo.build(family)) for family in ("gpt2", "bart"))
+    options: dict[str, Any] = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}
+    calls: list[Any] = []
+
+    def calling(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(other.generate(**zoo.batch(other, 2, 6), max_new_tokens=5, **options))
+        return scores
+
+    model.generate(
+        **zoo.batch(model, 2, 6),
+        max_new_tokens=1,
+        logits_processor=LogitsProcessorList([calling]),  # pyright: ignore[reportArgumentType]
+    )
+    assert calls
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
+def test_first_tokens_of_sentences_are_checked(kind: Callable[[list[int]], Any]) -> None:
+    """Three tokens divide the rows of two sentences with three beams, but belong to no sentence."""
+    model = copy.deepcopy(zoo.build("bart"))
+    for tokens, beams in ([5, 6, 7], 3), ([5, 10**6], 1):
+        with pytest.raises(ValueError, match=r"forced_bos_token_id has"):
+            model.generate(
+                **zoo.batch(model, 2, 6), max_new_tokens=1, num_beams=beams,
+                forced_bos_token_id=kind(tokens),
+            )  # fmt: skip
 
 
 def test_int8_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
