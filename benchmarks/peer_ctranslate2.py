@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ from torch import Tensor
 from benchmarks import peers
 from benchmarks.cases import Case
 from benchmarks.runners import translation
-from fastgen.cli.bench.agreement import Agreements
 
 VERSION = "4.8.5"
-ALIKE = 0.9  # share of the texts of a trained model that must be equal
 # Arguments of transformers' `generate` that CTranslate2 has under the same name, and others that
 # it has under another name or does not need.
 SAME_NAME = ("no_repeat_ngram_size", "length_penalty", "repetition_penalty")
@@ -83,52 +81,17 @@ def run(case: Case, session: Any) -> dict[str, Any]:
 
 
 def _text(case: Case, session: Any) -> dict[str, Any]:
-    """Compare a trained model on a text, in batches of similar lengths.
-
-    CTranslate2's search ends by another rule than transformers', so some of its texts differ. The
-    result holds how many are equal. If less than `ALIKE` of them are, it holds no speed.
-    """
+    """Compare a trained model on a text."""
     task = translation(case, session)
-    model, same = task.model, {"ctranslate2": 0}
-    agreements = Agreements(model, task.batches, task.options)
-
-    def check(outputs: Sequence[list[Tensor]]) -> str | None:
-        stock, found, others = outputs
-        verdict = agreements(stock, found)
-        if not verdict.agrees:
-            return f"fastgen: {verdict.note}"
-        pairs = zip(_texts(stock, model), _texts(others, model), strict=True)
-        same["ctranslate2"] = sum(one == other for one, other in pairs)
-        if same["ctranslate2"] < ALIKE * task.sentences:
-            return f"ctranslate2: {same['ctranslate2']} of {task.sentences} texts are the same"
-        return None
-
     with tempfile.TemporaryDirectory() as folder:
-        place = convert(model, Path(folder), own_start=True)
+        place = convert(task.model, Path(folder), own_start=True)
         systems = [
-            Peer(place, model, batch, task.options, session.device) for batch in task.batches
+            Peer(place, task.model, batch, task.options, session.device) for batch in task.batches
         ]
-        result = peers.compared(
-            lambda: [model.generate(**batch, **task.options) for batch in task.batches],
-            "ctranslate2", lambda: [peer() for peer in systems], check, case, session,
-        )  # fmt: skip
-    return result | {
-        "sentences": task.sentences,
-        "same_texts": same,
-        "ctranslate2": load().__version__,
-    }
-
-
-def _texts(outputs: list[Tensor], model: Any) -> list[list[int]]:
-    """Return the tokens of every sentence without start, end and padding tokens."""
-    special = {
-        model.config.pad_token_id,
-        model.config.eos_token_id,
-        model.config.decoder_start_token_id,
-    }
-    return [
-        [token for token in row if token not in special] for ids in outputs for row in ids.tolist()
-    ]
+        result = peers.texts(
+            "ctranslate2", lambda: [peer() for peer in systems], task, case, session
+        )
+    return result | {"ctranslate2": load().__version__}
 
 
 def convert(model: Any, folder: Path, own_start: bool = False) -> Path:

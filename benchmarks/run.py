@@ -40,7 +40,7 @@ from benchmarks.setting import run_setting
 from benchmarks.step_time import over_floor_text, run_step_time
 from fastgen.cli.bench.measure import agrees, environment
 
-PEERS = ("ctranslate2", "compiled")
+PEERS = ("ctranslate2", "compiled", "openvino")
 RUNNERS = runners.RUNNERS | {"step_time": run_step_time, "setting": run_setting}
 
 
@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             corpus=args.corpus,
             model=args.model,
             text=args.text,
+            python=args.python,
         )
         print(f"{case.name}: {case.help}", flush=True)
         try:
@@ -163,6 +164,12 @@ def arguments() -> argparse.ArgumentParser:
         choices=PEERS,
         help="three-way comparison with this system, for the cases that have one; "
         "compiled: transformers' own fastest",
+    )
+    parser.add_argument(
+        "--python",
+        type=Path,
+        metavar="FILE",
+        help="Python of the environment with optimum-intel (--peer openvino)",
     )
     option(parser, "out")
     return parser

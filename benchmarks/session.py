@@ -32,6 +32,7 @@ class Session:
         corpus: folder with test.en, test.es and further training text; None for the example's.
         model: folder of a model; None for the example's.
         text: file for the model to translate; None for the example's.
+        python: Python of another environment, for a peer that needs one.
     """
 
     device: str = "cpu"
@@ -46,6 +47,7 @@ class Session:
     corpus: Path | None = None
     model: Path | None = None
     text: Path | None = None
+    python: Path | None = None
 
     def synchronize(self) -> None:
         synchronize(self.device)

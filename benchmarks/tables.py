@@ -24,7 +24,11 @@ MACHINES = {
     "cpu-intel": "Intel",
 }
 """Names of the result folders' machines in the tables; other folders keep their own name."""
-PEERS = {"ctranslate2": "CTranslate2", "compiled": "static cache, compiled"}
+PEERS = {
+    "ctranslate2": "CTranslate2",
+    "compiled": "static cache, compiled",
+    "openvino": "OpenVINO",
+}
 """Names of the other systems in the tables."""
 PLOTS = ROOT / "docs" / "plots"
 WHOLE_CALLS = ("generate", "best_batch", "text", "fairseq", "command")

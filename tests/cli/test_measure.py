@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -487,6 +488,94 @@ def test_ctranslate2_translates_the_same_texts(tmp_path):
     result = result_of(tmp_path, "trained_ctranslate2")["result"]
     assert result["same_texts"]["ctranslate2"] >= 0.9 * result["sentences"]
     assert set(result["over"]) == {"stock", "ctranslate2"}
+
+
+# A Python in whose environment optimum-intel is transformers, with a clock that only `generate`
+# moves: a second for each call.
+OTHER_PYTHON = """#!{python}
+import importlib.metadata, runpy, sys, time, types
+import transformers
+
+clock = [0.0]
+
+class Model:
+    @classmethod
+    def from_pretrained(cls, folder, **_):
+        self = cls()
+        self.model = cls.kind.from_pretrained(folder)
+        return self
+
+    def generate(self, **arguments):
+        print("not an answer")
+        clock[0] += 1
+        return self.model.generate(**arguments) + {wrong}
+
+intel = types.ModuleType("optimum.intel")
+for name in ("CausalLM", "Seq2SeqLM"):
+    kind = getattr(transformers, "AutoModelFor" + name)
+    wrapper = type("Wrapper", (Model,), {{"kind": kind}})
+    setattr(intel, "OVModelFor" + name, wrapper)
+if {installed}:
+    sys.modules |= {{"optimum": types.ModuleType("optimum"), "optimum.intel": intel}}
+importlib.metadata.version = lambda name: "1.2.3"
+time.perf_counter = lambda: clock[0]
+runpy.run_path(sys.argv[2], run_name="__main__")
+"""
+
+
+def other_python(folder, wrong=0, installed=True):
+    file = folder / "python"
+    file.write_text(OTHER_PYTHON.format(python=sys.executable, wrong=wrong, installed=installed))
+    file.chmod(0o755)
+    return ("--peer", "openvino", "--python", file, "--out", folder)
+
+
+def test_a_peer_in_another_environment(tmp_path):
+    assert bench("--case", "gpt2", "marian_base", *other_python(tmp_path)) == 0
+    for name in ("gpt2", "marian_base"):
+        data = result_of(tmp_path, f"{name}_openvino")
+        assert data["result"]["near_ties"] == {"fastgen": 0, "openvino": 0}
+        assert data["result"]["systems"]["openvino"] == 1.0  # the other process's own seconds
+        assert {row[2] for row in data["result"]["rounds"]} == {1.0}
+        assert data["result"]["over"]["openvino"]["ratio"] > 1
+        assert data["result"]["openvino"]["optimum-intel"] == "1.2.3"
+        assert data["arguments"]["python"] == "python"
+
+
+def test_a_peer_in_another_environment_whose_tokens_differ(tmp_path):
+    assert bench("--case", "gpt2", *other_python(tmp_path, wrong=1)) == 1
+    result = result_of(tmp_path, "gpt2_openvino")["result"]
+    assert result["note"].startswith("openvino: 3 of 3 sequences differ")
+    assert "systems" not in result
+
+
+def test_an_environment_without_the_peer(tmp_path):
+    with pytest.raises(RuntimeError, match=r"exit status 1:[\s\S]*No module named 'optimum'"):
+        bench("--case", "gpt2", *other_python(tmp_path, installed=False))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), r"pip install optimum-intel==.*; got None"),
+        (("--python", "/nowhere/python"), "got /nowhere/python"),
+        (("--dtype", "bfloat16"), r"not in torch\.bfloat16 on cpu"),
+        (("--case", "qwen2_sampled", "--python", sys.executable), "the case 'qwen2_sampled'"),
+    ],
+)
+def test_what_the_peer_in_another_environment_refuses(tmp_path, words, message):
+    with pytest.raises(SystemExit, match=message):
+        bench("--case", "gpt2", "--peer", "openvino", "--out", tmp_path, *words)
+
+
+@pytest.mark.skipif(
+    not (EXAMPLE / "model" / "config.json").is_file(), reason="the trained model is not there"
+)
+def test_a_text_in_another_environment(tmp_path):
+    assert bench("--case", "trained", *other_python(tmp_path)) == 0
+    result = result_of(tmp_path, "trained_openvino")["result"]
+    assert result["same_texts"] == {"openvino": result["sentences"]}
+    assert result["systems"]["openvino"] == 2.0  # two batches
 
 
 @pytest.mark.parametrize("name", ["gpu_bart_large", "gpu_gpt2"])
