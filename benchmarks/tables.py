@@ -433,6 +433,10 @@ def _interval(found: dict[str, Any]) -> str:
     return f"[{found['low']:.2f},{SPACE}{found['high']:.2f}]"
 
 
+def _with_interval(found: dict[str, Any]) -> str:
+    return f"{found['ratio']:.2f}{SPACE}{_interval(found)}"
+
+
 def paper() -> str:
     """Return the papers' tables and figures, as measured on each machine."""
     parts: list[str] = []
@@ -495,6 +499,27 @@ def _device(data: dict[str, Any]) -> str:
     return place["gpu"] or f"{place['cpu']}, {place['threads']} threads"
 
 
+def loops() -> str:
+    """Return the table of evaluations and pipelines, a row per cell."""
+    return _over("loops", "loop", ("generate", "stock"))
+
+
+def many_requests() -> str:
+    """Return the table of many requests, a row per cell."""
+    return _over("many_requests", "requests", ("padded", "stock"))
+
+
+def _over(kind: str, title: str, arms: tuple[str, ...]) -> str:
+    """Return the table of the cells of one kind of result, compared with each of several arms."""
+    rows = [
+        (_where(name), cell, *(_with_interval(one[arm]) if arm in one else NONE for arm in arms))
+        for name, data in _results(kind)
+        for cell, found in data["result"]["cells"].items()
+        for one in [found.get("over", {})]
+    ]
+    return table(("machine", title, *arms), rows) if rows else NOT_YET
+
+
 def coverage() -> str:
     """Return how many families of transformers run in which way, and the table of all."""
     if not coverage_record.FILE.exists():
@@ -540,8 +565,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "grid-plots": grid_plots,
     "headline": headline,
     "int8-peers": int8_peers,
+    "loops": loops,
     "lossless": lossless,
     "machines": machines,
+    "many-requests": many_requests,
     "memory": memory,
     "never-worse": never_worse,
     "paper": paper,

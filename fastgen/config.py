@@ -115,7 +115,7 @@ VARIABLES = (
         "FASTGEN_REFILL",
         "auto",
         get_args(Refill),
-        "whether batches start beside others; auto: on a CPU, but not in pipelines",
+        "whether batches start beside others, and loops read batches ahead; auto: on a CPU",
     ),
     Variable(
         "FASTGEN_UNKNOWN",

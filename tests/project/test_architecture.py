@@ -229,7 +229,7 @@ def _write(package: Path, file: str, text: str) -> None:
 MOST_FILES = 16
 """Modules of a folder."""
 
-CONTEXT_VARIABLES = 4
+CONTEXT_VARIABLES = 5
 """Of the whole package; each is a value that functions get without being passed it."""
 
 STATE = {

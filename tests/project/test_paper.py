@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 from transformers import BertModel
 
-from benchmarks import fairseq_command, families, forwards, many_requests, plot, tables
+from benchmarks import (
+    fairseq_command,
+    families,
+    forwards,
+    load,
+    loops,
+    many_requests,
+    plot,
+    tables,
+)
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import amun, fastseq
 from fastgen.models.specs.registry import SPECS
@@ -199,6 +208,25 @@ def test_many_requests_have_a_speed(tmp_path: Path) -> None:
     assert list(result["cells"]["decoder-only, greedy"]["over"]) == ["padded", "stock"]
     for cell in result["cells"].values():
         assert cell["hits"]["transformers.generate_batch"] > 0
+
+
+@pytest.mark.slow
+def test_requests_that_arrive_at_random_are_answered(tmp_path: Path) -> None:
+    sizes = ["--requests", "12", "--scale", "tiny", "--arms", "fastgen", "fastgen, mixed"]
+    assert load.main([*sizes, "--out", str(tmp_path / "cpu")]) == 0
+    result = json.loads((tmp_path / "cpu/load.json").read_text("utf-8"))["result"]
+    assert len(result["cells"]) == 2 * (1 + len(load.LOADS))
+    for name, cell in result["cells"].items():
+        assert cell["equal"] + cell["near tie"] == (11 if "mixed" in name else 12)
+
+
+@pytest.mark.slow
+def test_loops_have_a_speed(tmp_path: Path) -> None:
+    sizes = ["--scale", "tiny", "--batch", "4", "--rounds", "1"]
+    assert loops.main([*sizes, "--out", str(tmp_path / "cpu")]) == 0
+    cells = json.loads((tmp_path / "cpu/loops.json").read_text("utf-8"))["result"]["cells"]
+    assert len(cells) == 3 * len(loops.CALLS)
+    assert all(list(cell["over"]) == ["generate", "stock"] for cell in cells.values())
 
 
 def test_no_speed_of_forwards_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from fastgen.models.layers.packed_weights import (
     has_stopped_packing,
     packed_of,
 )
+from fastgen.models.layers.read_rows import read_rows
 from fastgen.models.memory.scratch import ScratchPool
 from fastgen.models.routing.instance import Routed, untouched
 from fastgen.ops import int8, native
@@ -125,9 +126,14 @@ class Linear(Routed, Packable):
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return type(self.module).forward(self.module, x)
-        form = self._form(x)
-        y = type(self.module).forward(self.module, x) if form is None else self._product(x, form)
+        forward = read_rows.get()
+        rows = None if forward is None else forward.of(x)
+        y = self._all(x) if rows is None else rows.placed(self._all(rows.chosen(x)), x.shape[:-1])
         return y if self.handed_on is None or y.requires_grad else self.handed_on(y)
+
+    def _all(self, x: Tensor) -> Tensor:
+        form = self._form(x)
+        return type(self.module).forward(self.module, x) if form is None else self._product(x, form)
 
     def apply(
         self, x: Tensor, activation: str | None = None, residual: Tensor | None = None

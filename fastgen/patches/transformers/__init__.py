@@ -204,12 +204,21 @@ PATCHES = (
         help="evaluation that generates: texts of several batches, sorted by length, on a CPU",
     ),
     Patch(
+        name="transformers.evaluation_loss",
+        toolkit=TOOLKIT,
+        target="transformers.trainer:Trainer.compute_loss_context_manager",
+        replacement="fastgen.patches.transformers.loops.evaluation_loss:"
+        "compute_loss_context_manager",
+        parameters=("self",),
+        help="evaluation that generates: losses with packed weights, without padding, on a CPU",
+    ),
+    Patch(
         name="transformers.pipeline_batches",
         toolkit=TOOLKIT,
         target="transformers.pipelines.base:Pipeline.get_iterator",
         replacement="fastgen.patches.transformers.loops.loops:get_iterator",
         parameters=("self", "inputs", "num_workers", "batch_size"),
-        help="pipelines that generate: texts of several batches, if FASTGEN_REFILL=on",
+        help="pipelines that generate: texts of several batches, sorted by length, on a CPU",
     ),
     *_OF_ENCODERS,
 )

@@ -52,15 +52,16 @@ def skips_padding(model: Any, arguments: Mapping[str, Any], tokens_alone: bool =
 def get_encoder(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `PreTrainedModel.get_encoder`, which `generate` calls to get the encoder it runs."""
     encoder = original(self, *args, **kwargs)
-    if (
-        not call_of(self).skips_padding
-        or not isinstance(encoder, nn.Module)
-        or hasattr(self, "hf_device_map")
-    ):
+    return unpadded(self, encoder) if call_of(self).skips_padding else encoder
+
+
+def unpadded(model: Any, encoder: Any) -> Any:
+    """Return a stand-in for a model's encoder that skips padding; the encoder if it cannot."""
+    if not isinstance(encoder, nn.Module) or hasattr(model, "hf_device_map"):
         return encoder
-    if not is_toolkits(cast(Any, type(self)).forward):  # it may read padding
+    if not is_toolkits(cast(Any, type(model)).forward):  # it may read padding
         return encoder
-    if self.device.type != "cpu":  # reading the mask would synchronise with the device
+    if model.device.type != "cpu":  # reading the mask would synchronise with the device
         return encoder
     # FSMT's encoder has no config.
     spec = ENCODERS.get(getattr(getattr(encoder, "config", None), "model_type", None) or "")

@@ -1,6 +1,7 @@
 """Prefill of a transformers model into the shared cache, at one row per sentence."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 from torch import Tensor
@@ -12,8 +13,10 @@ from fastgen.models.build.equivalence_check import (
     recorded_first_verdict,
     tried,
 )
+from fastgen.models.layers.read_rows import reading
 from fastgen.models.runtime import first_token
 from fastgen.models.runtime.decode_step import DecoderStep
+from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
@@ -84,7 +87,8 @@ class SharedPrefill:
             return self._common_first(cache, ids, kwargs)
         step = self.step
         if step is None or not self.is_first_token(cache, ids.shape[1], kwargs):
-            return compat.prefill(self.model, ids, self.config, kwargs)
+            with self._reading(kwargs, ids.shape[1]):
+                return compat.prefill(self.model, ids, self.config, kwargs)
         states, mask = kwargs["encoder_outputs"][0], source_mask(self.model, kwargs, step.dtype)
         if self.proven:
             self.reserve(cache, states)
@@ -106,11 +110,38 @@ class SharedPrefill:
             record_first_verdict(step, attempt, [outputs.logits[:, -1], *own])
         return outputs
 
+    def _reading(self, kwargs: Mapping[str, Any], tokens: int) -> AbstractContextManager[object]:
+        """Return a context manager of a forward over the last tokens, which may skip padding.
+
+        Args:
+            kwargs: Arguments of the forward, at B rows.
+            tokens: Number of tokens of each row.
+        """
+        mask = kwargs.get(common_prompt.BY_TOKEN[0])
+        config = self.model.config.get_text_config(decoder=True)
+        width = getattr(config, "hidden_size", 0)
+        if (
+            self.step is None  # it shows that the modules are the toolkit's own
+            or not call_of(self.model).skips_padding
+            or self.model.config.is_encoder_decoder
+            or common_prompt.has_other_inputs(dict(kwargs))  # an encoder of images runs too
+            or mask is None
+            or mask.dim() != 2
+            or mask.device.type != "cpu"
+            or mask.shape[1] < tokens
+            or compat.is_user_provided(kwargs.get(CACHE))
+        ):
+            return nullcontext()
+        read = mask[:, -tokens:].bool()
+        read[:, -1] = True
+        return reading(read, width)
+
     def _common_first(self, cache: SharedCache, ids: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run tokens that all prompts begin with once, unless the prefix cache has them."""
         common, tokens = self.plan.common, ids[0, : self.plan.common]
         known, count = cached_prompt.load(self.model, tokens) if self.plan.cached else ((), 0)
-        outputs, once = common_prompt.prefill(self.model, ids, kwargs, self.plan, cache, known)
+        with self._reading(kwargs, ids.shape[1] - common):
+            outputs, once = common_prompt.prefill(self.model, ids, kwargs, self.plan, cache, known)
         if self.plan.sentences > 1 and count < common:
             self.keep(tokens, [(layer.keys, layer.values) for layer in cast(Any, once).layers])
         return outputs

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import DataLoader, Dataset
 
 import fastgen
+from fastgen.models.layers import read_rows
 from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers.loops.read_ahead import ReadAhead, may_read_ahead
 from fastgen.patches.transformers.loops.upcoming_calls import UpcomingCalls
@@ -27,11 +28,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     | {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2, "pad_token_id": 5},
     "penalties": ENDS | {"max_new_tokens": 9, "no_repeat_ngram_size": 2, "repetition_penalty": 1.3},
 }
-
-
-@pytest.fixture(autouse=True)
-def _in_pipelines_too(setting: Callable[[str, str], None]) -> None:
-    setting("FASTGEN_REFILL", "on")
 
 
 def _row(name: str) -> Any:
@@ -382,6 +378,48 @@ def test_trainer(tmp_path: Any, by_batch: bool) -> None:
     assert type(trainer.callback_handler.eval_dataloader).__name__ == steps[0][0]
 
 
+def _ragged(count: int) -> list[dict[str, list[int]]]:
+    """Return samples whose labels differ in length; some positions have none."""
+    texts, labels = _texts(count), _texts(count, 1)
+    labels[3] = [-100, 45]
+    labels[9] = [45, -100]
+    return [{"input_ids": a, "labels": b} for a, b in zip(texts, labels, strict=True)]
+
+
+LOSS = "transformers.evaluation_loss"
+
+
+@pytest.mark.parametrize(
+    ("family", "smoothing"),
+    [("bart", 0.0), ("bart", 0.1), *((f, 0.0) for f in ("t5", "mbart", "m2m_100", "led"))],
+)
+def test_loss_of_an_evaluation(
+    family: str, smoothing: float, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_rows, "LEAST_WORK", 0)
+    monkeypatch.setattr(read_rows, "LEAST_SHARE", 0)
+    computed: list[tuple[int, int]] = []
+    own = read_rows._Rows.placed
+
+    def counted(self: Any, y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        computed.append((len(y), shape.numel()))
+        return own(self, y, shape)
+
+    monkeypatch.setattr(read_rows._Rows, "placed", counted)
+    model = zoo.build(family, torch.float32)
+    trainer, _ = _trainer(model, tmp_path, lambda given: {}, label_smoothing_factor=smoothing)
+    samples, before = _ragged(30), _row(LOSS).hits
+    found = _of(trainer.predict(samples))
+    with fastgen.disabled():
+        expected = _of(trainer.predict(samples))
+    assert found.pop("test_loss") == pytest.approx(expected.pop("test_loss"), rel=1e-5)
+    assert found == expected
+    assert _row(LOSS).hits == before + 8
+    assert all(rows < places for rows, places in computed)
+    assert any(computed)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
 def test_trainer_fails_where_it_would(tmp_path: Any) -> None:
     samples = _samples(30)
     samples[21]["input_ids"] = [40, zoo.VOCABULARY + 5]
@@ -390,6 +428,46 @@ def test_trainer_fails_where_it_would(tmp_path: Any) -> None:
         trainer.predict(samples)
     assert len(watch.seen) == 5
     assert not isinstance(trainer.callback_handler.eval_dataloader, ReadAhead)
+
+
+@pytest.mark.parametrize("reader", ["a step of its own", "a hook", "a loss of its own"])
+def test_logits_that_others_read_are_whole(reader: str, tmp_path: Any) -> None:
+    seen: list[Any] = []
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        if output.logits.shape[1] > 1:
+            seen.append(output.logits.clone())
+
+    class Trainer(tf.Seq2SeqTrainer):
+        def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            generated = model.generate(
+                input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"],
+                max_new_tokens=5, **ENDS,
+            )  # fmt: skip
+            with torch.no_grad(), self.compute_loss_context_manager():
+                note(None, None, output := model(**inputs))
+            return output.loss, generated, inputs["labels"]
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return logits.square().mean()
+
+    model = zoo.build("bart", torch.float32)
+    trainer, _ = _trainer(model, tmp_path, lambda given: {})
+    if reader == "a hook":
+        model.register_forward_hook(note)
+    elif reader == "a loss of its own":
+        model.loss_function = loss
+    else:
+        trainer.__class__ = Trainer
+    samples = _ragged(30)
+    found = _of(trainer.predict(samples))
+    ours, seen[:] = seen[:], []
+    with fastgen.disabled():
+        expected = _of(trainer.predict(samples))
+    assert found.pop("test_loss") == pytest.approx(expected.pop("test_loss"), rel=1e-5)
+    assert found == expected
+    for one, other in zip(ours, seen, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 # Pipelines
@@ -440,8 +518,10 @@ def test_pipeline_of_a_generator_reads_no_further() -> None:
         assert len(read) <= taken + 2
 
 
-def test_pipelines_run_batch_by_batch_by_default(setting: Callable[[str, str], None]) -> None:
-    setting("FASTGEN_REFILL", "auto")
+def test_pipelines_run_batch_by_batch_if_refill_is_off(
+    setting: Callable[[str, str], None],
+) -> None:
+    setting("FASTGEN_REFILL", "off")
     pipe = tf.pipeline(
         "text-generation", model=zoo.build("llama"), tokenizer=_tokenizer(), device="cpu"
     )
