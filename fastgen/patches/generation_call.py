@@ -65,21 +65,21 @@ class GenerationCall:
     upcoming: "UpcomingCalls | None" = None
     prefix_cache: "PrefixCacheUse | None" = None
 
-    def from_sentence(self, first: int) -> "GenerationCall":
+    def of_sentences(self, rows: Sequence[int]) -> "GenerationCall":
         """Return the same requests for a part of the batch.
 
         Args:
-            first: Number of the part's first sentence in the whole batch.
+            rows: Number of each of the part's sentences in the whole batch.
         """
         wanted, on_tokens = self.wanted, self.on_tokens
 
         def is_wanted(number: int) -> bool:
             assert wanted is not None
-            return wanted(first + number)
+            return wanted(rows[number])
 
         def tell(number: int, place: int, tokens: Sequence[int]) -> None:
             assert on_tokens is not None
-            on_tokens(first + number, place, tokens)
+            on_tokens(rows[number], place, tokens)
 
         return replace(self, wanted=wanted and is_wanted, on_tokens=on_tokens and tell)
 
@@ -100,9 +100,9 @@ def requesting(model: Any, **changes: Any) -> assigned[GenerationCall]:
     return assigned(current, replace(call_of(model), **changes))
 
 
-def in_part(first: int) -> assigned[GenerationCall]:
-    """Return a context manager in which the running call covers its batch from `first` on only."""
-    return assigned(current, current.get().from_sentence(first))
+def in_part(rows: Sequence[int]) -> assigned[GenerationCall]:
+    """Return a context manager in which the running call covers these sentences only."""
+    return assigned(current, current.get().of_sentences(rows))
 
 
 def in_step(attention: Any) -> changed[GenerationCall]:

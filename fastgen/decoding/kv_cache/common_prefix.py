@@ -4,6 +4,8 @@ Prompts of unequal lengths are padded on the left, so the common tokens begin at
 each row. They come to the same slots of the KV cache if padding follows them.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -89,6 +91,48 @@ def pays(sentences: int, length: int, common: int, width: int) -> bool:
     """
     saved = (sentences - 1) * common
     return common >= LEAST and saved * width >= SAVED and saved * SHARE >= sentences * length
+
+
+APART = 32
+"""Tokens that have to be saved for each decode step of another group of prompts that runs apart.
+
+A decode step of a group reads all weights again, for few rows.
+"""
+
+
+def groups(texts: Sequence[Sequence[int]], steps: int, width: int) -> list[list[int]]:
+    """Return groups of prompts that are best generated apart, as the prompts of each begin alike.
+
+    Args:
+        texts: Token ids of each prompt.
+        steps: Maximum number of decode steps.
+        width: Size of the model's hidden states.
+
+    Returns:
+        The indices of the prompts of each group, the last of which may be those that are in no
+        other. An empty list if one group is best.
+    """
+    by_start: dict[tuple[int, ...], list[int]] = {}
+    for row, text in enumerate(texts):
+        by_start.setdefault(tuple(text[:LEAST]), []).append(row)
+    found: list[list[int]] = []
+    for members in by_start.values():
+        common = min(_shared(texts[members[0]], texts[row]) for row in members)
+        length = max(len(texts[row]) for row in members)
+        saved = (len(members) - 1) * common
+        if pays(len(members), length, common, width) and saved >= APART * steps:
+            found.append(members)
+    if not found or len(found[0]) == len(texts):
+        return []
+    others = set(range(len(texts))).difference(*found)
+    return [*found, sorted(others)] if others else found
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first tokens two texts share, at least one of each not counted."""
+    most = min(len(one), len(other)) - 1
+    pairs = zip(one[:most], other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), most)
 
 
 def common_first(padding: Tensor, common: int, length: int) -> Tensor:

@@ -20,9 +20,11 @@ from fastgen.models.build.equivalence_check import recorded_verdict
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native.multistep_job import why_not_in_c
 from fastgen.ops import native
+from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache.shared_cache import SharedCache
 from fastgen.patches.transformers.compat import CACHE
+from fastgen.patches.transformers.generate.resolve_setting import setting_of
 from fastgen.patches.transformers.planning import images
 
 _MASK, _POSITIONS = BY_TOKEN = ("attention_mask", "position_ids")
@@ -96,6 +98,42 @@ def has_other_inputs(kwargs: dict[str, Any]) -> bool:
         isinstance(value, Tensor) and name not in (*BY_TOKEN, "labels")
         for name, value in kwargs.items()
     )
+
+
+def groups_of(model: Any, arguments: dict[str, Any]) -> list[list[int]]:
+    """Return groups of prompts that are best generated apart; see `common_prefix.groups`.
+
+    Args:
+        arguments: Arguments of `generate`, by name.
+    """
+    ids = arguments.get("input_ids", arguments.get("inputs"))
+    mask = arguments.get(_MASK)
+    if (
+        not isinstance(ids, Tensor)
+        or ids.dim() != 2
+        or len(ids) <= 2
+        or ids.shape[1] <= common_prefix.LEAST
+        or ids.device.type != "cpu"
+        or model.config.is_encoder_decoder
+        or setting_of(model, arguments, "do_sample")
+        or call_of(model).suspension is not None
+        or (isinstance(mask, Tensor) and (mask.shape != ids.shape or not is_binary(mask)))
+    ):
+        return []
+    width = getattr(model.config.get_text_config(decoder=True), "hidden_size", 0)
+    if ids.numel() * width < common_prefix.SAVED:
+        return []
+    padding = padding_of(mask)
+    is_plain = padding is None or mask is None or is_on_the_left(mask, padding)
+    if not is_plain or (padding is not None and bool((padding == ids.shape[1]).any())):
+        return []
+    steps = setting_of(model, arguments, "max_new_tokens")
+    if steps is None:
+        steps = max(1, (setting_of(model, arguments, "max_length") or 20) - ids.shape[1])
+    begins = [0] * len(ids) if padding is None else cast("list[int]", cast(Any, padding).tolist())
+    rows: list[list[int]] = cast(Any, ids).tolist()
+    texts = [row[begin:] for row, begin in zip(rows, begins, strict=True)]
+    return common_prefix.groups(texts, steps, width)
 
 
 def supports(step: DecoderStep | None, kwargs: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import RequestStatus
@@ -17,6 +18,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from fastgen.context import isolated
 from fastgen.decoding.batching.continuous_batching import InFlightBatch
+from fastgen.decoding.kv_cache import common_prefix
 from fastgen.models.memory.scratch import is_out_of_memory
 from fastgen.patches.engine.out_of_memory import NO_MEMORY
 from fastgen.patches.generation_call import requesting
@@ -149,7 +151,9 @@ class RequestLoop(Refill):
             oldest = self.waiting[0]
             if self._begun and any(one.is_alone for one in (oldest, *self._begun)):
                 return None
-            alike = [one for one in self.waiting if one.alike == oldest.alike]
+            alike = self._beginning_alike(
+                [one for one in self.waiting if one.alike == oldest.alike], oldest
+            )
             # The sort is stable: of equals, the oldest comes first.
             alike.sort(key=lambda one: abs(len(one.ids) - len(oldest.ids)))
             members, cost = list[Submission](), 0
@@ -170,6 +174,18 @@ class RequestLoop(Refill):
         for one in members:
             one.output.status, one.output.lifespan = RequestStatus.DECODING, (now, -1)
         return _Requests(list(range(len(members))), [one.ids for one in members], members=members)
+
+    def _beginning_alike(self, alike: list[Submission], oldest: Submission) -> list[Submission]:
+        """Return those of some requests that begin as the oldest, if they are best run apart."""
+        width = getattr(self.model.config.get_text_config(decoder=True), "hidden_size", 0)
+        start = oldest.ids[: common_prefix.LEAST]
+        same = [one for one in alike if torch.equal(one.ids[: common_prefix.LEAST], start)]
+        if oldest.options.encoder_decoder or len(same) in (1, len(alike)):
+            return alike
+        texts: list[list[int]] = [cast(Any, one.ids).tolist() for one in same]
+        # Others wait, so that a group of these is one among several.
+        groups = common_prefix.groups([*texts, []], oldest.options.new_tokens, width)
+        return same if groups else alike
 
     def _room(self, running: Sequence[InFlightBatch]) -> int:
         if self.refused is not None or len(running) >= MAX_IN_FLIGHT:

@@ -1,8 +1,12 @@
-"""Splitting of a batch that does not fit into memory: generate two halves in turn, same result."""
+"""Splitting of a batch: generate its parts in turn, with the same result.
+
+The parts are halves of a batch that does not fit into memory, or groups of prompts that begin
+alike.
+"""
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,6 +30,7 @@ from fastgen.patches.transformers.introspection.prepared import (
     prepare,
     without_wrappers,
 )
+from fastgen.patches.transformers.planning import common_prompt
 from fastgen.patches.transformers.planning.decide import decide
 from fastgen.patches.transformers.streaming import suspend
 
@@ -33,7 +38,10 @@ _Generate = Callable[..., Any]
 
 
 def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `generate`. If memory runs out, run it on halves of the batch, if the output is the same.
+    """Run `generate`, on parts of the batch if that is faster or saves memory.
+
+    The output is the same. Parts are groups of prompts that begin alike, or halves if memory runs
+    out.
 
     Args:
         original: `generate` without splitting.
@@ -45,6 +53,11 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
         torch.OutOfMemoryError: The batch cannot be split. An allocation failure on a CPU is a
             RuntimeError.
     """
+    named = kwargs | dict(zip(("inputs", "generation_config"), args, strict=False))
+    groups = common_prompt.groups_of(model, named) if len(args) <= 2 else []
+    if groups and (prepared := _separable(model, named)) is not None:
+        engine.hit("transformers.generate", [f"prompts begin alike in {len(groups)} groups"])
+        return _in_parts(original, model, named, groups, prepared)
     encoder_outputs = kwargs.get("encoder_outputs")
     # `generate` repeats the rows of encoder_outputs in place.
     untouched = {} if encoder_outputs is None else {"encoder_outputs": copy.copy(encoder_outputs)}
@@ -53,10 +66,8 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not scratch.is_out_of_memory(error):
             raise
-        kwargs = kwargs | untouched
-        if args:
-            kwargs = kwargs | dict(zip(("inputs", "generation_config"), args, strict=False))
-        prepared = None if len(args) > 2 else _separable(model, kwargs)
+        named |= untouched
+        prepared = None if len(args) > 2 else _separable(model, named)
         if prepared is None:
             stop_packing(model.device)
             raise
@@ -66,22 +77,45 @@ def generate(original: _Generate, model: Any, *args: Any, **kwargs: Any) -> Any:
         "not enough memory for a batch of %d sentences: it is generated in halves", sentences
     )
     engine.hit("transformers.generate", ["batch split: out of memory"])
-    fill = fill_of("sample" if method_of(prepared.config) else prepared.loop, prepared.config)
-    del prepared
     suspend.refuse(model, NO_MEMORY)
     free_unused_memory()
     half = sentences // 2
-    parts: list[Any] = []
-    for at in (slice(0, half), slice(half, sentences)):
-        with in_part(at.start):
-            parts.append(
-                generate(
-                    original,
-                    model,
-                    **{name: _part(name, value, at) for name, value in kwargs.items()},
-                )
-            )
-    return _joined(parts, fill)
+    halves = [list(range(half)), list(range(half, sentences))]
+    return _in_parts(original, model, named, halves, prepared)
+
+
+def _in_parts(
+    original: _Generate,
+    model: Any,
+    kwargs: dict[str, Any],
+    parts: Sequence[Sequence[int]],
+    prepared: Prepared,
+) -> Any:
+    """Run `generate` on parts of a batch and return the output for the whole batch.
+
+    Args:
+        original: `generate` without splitting.
+        kwargs: All arguments of `generate`.
+        parts: The sentences of each part.
+        prepared: The prepared call.
+    """
+    fill = fill_of("sample" if method_of(prepared.config) else prepared.loop, prepared.config)
+    found: list[Any] = []
+    for rows in parts:
+        with in_part(rows):
+            own = {name: _part(name, value, rows) for name, value in kwargs.items()}
+            found.append(generate(original, model, **own))
+    order = sum(map(list, parts), list[int]())
+    joined = _joined(found, fill)
+    return joined if order == sorted(order) else _ordered(joined, order)
+
+
+def _ordered(output: Any, order: list[int]) -> Any:
+    """Return an output, (B * N, L) or `Scored`, whose sentences are given by number, in order."""
+    if isinstance(output, Scored):
+        return Scored(_ordered(output.sequences, order), _ordered(output.scores, order))
+    places = torch.tensor(order, dtype=torch.int64, device=output.device).argsort()
+    return output.unflatten(0, (len(order), -1))[places].flatten(0, 1)
 
 
 _logger = logging.getLogger("fastgen")
@@ -157,8 +191,8 @@ def _is_divisible(name: str, value: Any, sentences: int) -> bool:
     return name in _BY_SENTENCE and all(rows)
 
 
-def _part(name: str, value: Any, at: slice) -> Any:
-    """Return an argument for some of the sentences: its rows at `at` if it has one per sentence."""
+def _part(name: str, value: Any, at: Sequence[int]) -> Any:
+    """Return an argument for some of the sentences: their rows if it has one per sentence."""
     if value is None or (
         name not in _BY_SENTENCE and (name != _FIRST or of_sentences(value) is None)
     ):
@@ -166,7 +200,7 @@ def _part(name: str, value: Any, at: slice) -> Any:
     if isinstance(value, Mapping):
         parts = cast("Mapping[str, Tensor]", value)
         return cast(Any, type(parts))({key: part[at] for key, part in parts.items()})
-    return value[at]
+    return value[at] if isinstance(value, Tensor) else [value[row] for row in at]
 
 
 def _joined(parts: list[Any], fill: int) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastgen.context import isolated
 from fastgen.decoding.batching.batch_compaction import CancellationCallback
+from fastgen.decoding.kv_cache import common_prefix
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import requesting
 from fastgen.patches.transformers import compat
@@ -215,13 +216,20 @@ class _Stream:
         apart = self.first is not None and (
             self.drafts or not engine.is_applied("transformers.first_tokens")
         )
-        return (
-            _Waiting(
-                sentences, first, self.max_tokens, self.max_sentences, self.padding, apart, error
-            )
-            if sentences
-            else None
-        )
+        if not sentences:
+            return None
+        return _Waiting(
+            sentences, first, self.max_tokens, self.max_sentences, self.padding, apart,
+            self._groups(sentences), error,
+        )  # fmt: skip
+
+    def _groups(self, sentences: list[Tensor]) -> list[list[int]]:
+        """Return groups of sentences that begin alike and are best generated apart."""
+        if self.encoder_decoder or self.model.device.type != "cpu" or self.config.do_sample:
+            return []
+        width = getattr(self.model.config.get_text_config(decoder=True), "hidden_size", 0)
+        texts: list[list[int]] = [cast(Any, sentence).tolist() for sentence in sentences]
+        return common_prefix.groups(texts, self.config.max_new_tokens, width)
 
     def _generate(self, batch: Batch) -> Any:
         inputs, kwargs = batch.inputs(self.model, self.padding.fill), self.kwargs
@@ -325,6 +333,7 @@ class _Waiting:
         max_sentences: Maximum number of sentences in a batch; None for any.
         padding: How sentences of different lengths may be padded.
         apart: Whether all sentences of a batch must have the same first token.
+        groups: Sentences that begin alike, and share a batch with no others.
         error: The exception that ended the inputs after these sentences, or None.
     """
 
@@ -336,19 +345,21 @@ class _Waiting:
         max_sentences: int | None,
         padding: Padding,
         apart: bool,
+        groups: list[list[int]],
         error: Exception | None,
     ) -> None:
         self.sentences, self.first, self.error = sentences, first, error
         self.max_tokens, self.max_sentences = max_tokens, max_sentences
         lengths = [len(sentence) for sentence in sentences]
+        group_of = {i: number for number, group in enumerate(groups) for i in group}
         self.kinds = [
-            (first[i] if apart else 0, padding.length_of(sentence))
+            (first[i] if apart else 0, group_of.get(i, 0), padding.length_of(sentence))
             for i, sentence in enumerate(sentences)
         ]
         # Those that may share a batch come one after the other.
         self.order = sorted(
             range(len(sentences)),
-            key=lambda i: (self.kinds[i][0], self.kinds[i][1] > 0, -lengths[i]),
+            key=lambda i: (*self.kinds[i][:2], self.kinds[i][2] > 0, -lengths[i]),
         )
 
     def take(self, room: int) -> Batch | None:

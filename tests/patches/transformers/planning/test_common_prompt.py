@@ -444,3 +444,91 @@ def test_one_new_token(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert explanation.plan is not None
     assert (explanation.plan.shared, explanation.plan.common) == (False, 0)
     assert explanation.notes[0].endswith("at most 1 new tokens, too few to gain")
+
+
+# Groups of prompts that begin alike
+
+
+@pytest.fixture
+def _few_steps_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common_prefix, "APART", 0)
+
+
+def _in_groups(padded: bool) -> dict[str, Tensor]:
+    """Return the prompts of two groups and two others, one after the other."""
+    each = [prompts(padded, seed=seed) for seed in range(4)]
+    order = [(0, 0), (1, 0), (0, 1), (2, 0), (0, 2), (1, 1), (3, 3), (1, 2), (0, 3)]
+    return {name: torch.stack([each[group][name][row] for group, row in order]) for name in each[0]}
+
+
+NOTE = "prompts begin alike in 3 groups"
+
+
+def _noted() -> int:
+    (row,) = (row for row in fastgen.status().rows if row.name == "transformers.generate")
+    return row.left_off.get(NOTE, 0)
+
+
+@pytest.mark.usefixtures("_few_steps_pay")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 9, "eos_token_id": [2, *range(4, 30)]},
+        {"max_new_tokens": 7, "num_beams": 3, "num_return_sequences": 2},
+        {"max_new_tokens": 6, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    ],
+)
+def test_groups(padded: bool, options: dict[str, Any], forwards: list[tuple[int, ...]]) -> None:
+    model, before = zoo.build("llama"), _noted()
+    assert_same(model, _in_groups(padded) | options)
+    assert _noted() == before + 1
+    assert forwards == [(1, COMMON), (4, OWN), (1, COMMON), (3, OWN)]
+
+
+@pytest.mark.usefixtures("_few_steps_pay")
+def test_groups_of_other_calls() -> None:
+    model, before, given = zoo.build("llama"), _noted(), _in_groups(padded=True)
+    more = {"max_new_tokens": 5}
+    assert_same(model, given | more | {"return_dict_in_generate": True, "output_scores": True})
+    assert_same(model, given | more | {"do_sample": True})
+    assert _noted() == before
+    ids = given.pop("input_ids")
+    ours = model.generate(ids, **given, **more)  # by position
+    assert _noted() == before + 1
+    with fastgen.disabled():
+        assert torch.equal(ours, model.generate(ids, **given, **more))
+
+
+@pytest.mark.usefixtures("_few_steps_pay")
+def test_groups_of_a_stream(forwards: list[tuple[int, ...]]) -> None:
+    model, given = zoo.build("llama"), _in_groups(padded=True)
+    texts = [
+        ids[mask.bool()]
+        for ids, mask in zip(given["input_ids"], given["attention_mask"], strict=True)
+    ]
+    options = {"max_new_tokens": 6, "num_beams": 2}
+    told: dict[int, list[int]] = {}
+    found = list(
+        fastgen.generate_stream(
+            model, texts, on_tokens=lambda i, ids: told.setdefault(i, []).extend(ids), **options
+        )
+    )
+    assert sorted(forwards) == sorted([(1, COMMON), (4, OWN), (1, COMMON), (3, OWN)])
+    for number, (text, sequences) in enumerate(zip(texts, found, strict=True)):
+        with fastgen.disabled():
+            alone = model.generate(
+                text[None], attention_mask=torch.ones_like(text[None]), **options
+            )
+        assert torch.equal(sequences, alone)
+        assert told[number] == alone[0, len(text) :].tolist()
+
+
+def test_which_prompts_are_groups() -> None:
+    first, second = [list(range(start, start + 64)) for start in (100, 200)]
+    texts = [[*first, 1], [*second, 2], [*first, 3], [9] * 65, [*second[:40], 5]]
+    assert common_prefix.groups(texts, 1, 4096) == [[0, 2], [1, 4], [3]]
+    assert common_prefix.groups(texts, 2, 4096) == [[0, 2], [1, 3, 4]]  # 40 tokens for 2 steps
+    assert common_prefix.groups(texts, 3, 4096) == []
+    assert common_prefix.groups(texts[::2][:2], 1, 4096) == []  # all begin alike
+    assert common_prefix.groups([text[:30] for text in texts], 1, 4096) == []
