@@ -129,12 +129,11 @@ class SharedPrefill:
             or mask.dim() != 2
             or mask.device.type != "cpu"
             or mask.shape[1] < tokens
+            or not bool(mask[:, -1].all())  # attention that sees no token reads padding
             or compat.is_user_provided(kwargs.get(CACHE))
         ):
             return nullcontext()
-        read = mask[:, -tokens:].bool()
-        read[:, -1] = True
-        return reading(read, width)
+        return reading(mask[:, -tokens:].bool(), width)
 
     def _common_first(self, cache: SharedCache, ids: Tensor, kwargs: dict[str, Any]) -> Any:
         """Run tokens that all prompts begin with once, unless the prefix cache has them."""

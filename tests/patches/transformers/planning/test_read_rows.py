@@ -68,6 +68,16 @@ def test_rows_are_skipped(skipped: list[int]) -> None:
     assert not skipped
 
 
+def test_a_prompt_of_padding_alone(skipped: list[int]) -> None:
+    """Its padding is read, as attention with nothing to attend to reads all positions."""
+    model = zoo.build("llama", torch.float32)
+    model.set_attn_implementation("eager")
+    given = _padded(model, (9, 2, 5)) | {"max_new_tokens": 3}
+    given["attention_mask"][1] = 0
+    assert_same(model, given)
+    assert not skipped
+
+
 def test_prompts_that_begin_alike(skipped: list[int]) -> None:
     model = zoo.build("llama", torch.float32)
     given = _padded(model, (90, 80, 77))
