@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cells = json.loads(file.read_text("utf-8"))["result"]["cells"]
     known: dict[str, list[int]] = {}
     for arm in args.arms or ARMS:
-        capacity = None
+        capacity = 0.0
         for load in (None, *LOADS):
             requests = _requests(model, args.requests, "mixed" in arm)
             rate = None if load is None else load * capacity

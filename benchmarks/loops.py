@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 import fastgen
@@ -84,12 +85,12 @@ def _loops(
             return tokenizer(input_, return_tensors="pt")
 
         def _forward(self, input_tensors: Any, **given: Any) -> Any:
-            return {"ids": self.model.generate(**input_tensors, **given)}
+            return {"ids": model.generate(**input_tensors, **given)}
 
         def postprocess(self, model_outputs: Any, **_: Any) -> Any:
             return model_outputs["ids"][0].tolist()
 
-    pipe: Any = Translation(model, tokenizer, device="cpu", batch_size=batch)
+    pipe: Any = Translation(model, tokenizer, device=torch.device("cpu"), batch_size=batch)
     samples = [
         tokenizer(source, text_target=target)
         for source, target in zip(text, reference, strict=True)

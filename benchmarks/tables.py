@@ -499,25 +499,16 @@ def _device(data: dict[str, Any]) -> str:
     return place["gpu"] or f"{place['cpu']}, {place['threads']} threads"
 
 
-def loops() -> str:
-    """Return the table of evaluations and pipelines, a row per cell."""
-    return _over("loops", "loop", ("generate", "stock"))
-
-
 def many_requests() -> str:
     """Return the table of many requests, a row per cell."""
-    return _over("many_requests", "requests", ("padded", "stock"))
-
-
-def _over(kind: str, title: str, arms: tuple[str, ...]) -> str:
-    """Return the table of the cells of one kind of result, compared with each of several arms."""
+    arms = ("padded", "stock")
     rows = [
         (_where(name), cell, *(_with_interval(one[arm]) if arm in one else NONE for arm in arms))
-        for name, data in _results(kind)
+        for name, data in _results("many_requests")
         for cell, found in data["result"]["cells"].items()
         for one in [found.get("over", {})]
     ]
-    return table(("machine", title, *arms), rows) if rows else NOT_YET
+    return table(("machine", "requests", *arms), rows) if rows else NOT_YET
 
 
 def coverage() -> str:
@@ -565,7 +556,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "grid-plots": grid_plots,
     "headline": headline,
     "int8-peers": int8_peers,
-    "loops": loops,
     "lossless": lossless,
     "machines": machines,
     "many-requests": many_requests,
