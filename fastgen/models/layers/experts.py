@@ -112,7 +112,7 @@ def is_clamped(gate: Callable[[Any, Tensor], Tensor], slope: float, limit: float
         limit: Attribute `limit` of the experts.
     """
     pairs = torch.linspace(-2 * limit, 2 * limit, 62, dtype=torch.float32, device="cpu")
-    pairs = pairs[torch.arange(62, device="cpu") * 23 % 62].view(1, -1)
+    pairs = pairs[torch.arange(62, device="cpu", dtype=torch.int64) * 23 % 62].view(1, -1)
     g, u = pairs[:, ::2].clamp(max=limit), pairs[:, 1::2].clamp(-limit, limit)
     try:
         found = gate(SimpleNamespace(alpha=slope, limit=limit), pairs)
