@@ -12,7 +12,7 @@
 
 enum { MOST_GROUPS = 64 }; /* models/runtime/native/experts.py has the same number */
 
-/* Divides the scratch memory; `scratch` in models/runtime/native/experts.py says how much there is. */
+/* Divides the scratch memory, whose size `scratch` in models/runtime/native/experts.py returns. */
 Mixing mixing_of(const Step *step, const Sublayer *of, const float *residual, float *out,
                  unsigned threads) {
   const Mixture *mix = of->experts;
