@@ -235,3 +235,16 @@ VALIDATE = "_validate_generation_mode"
 REPOSITORY = "_get_deprecated_gen_repo"
 ENCODE_IMAGES = "_prepare_multimodal_encoder_kwargs_for_generation"
 STATIC_CACHE_SHAPE = "_get_static_cache_init_shape"
+
+
+def has_own_loss(model: Any) -> bool:
+    """Return whether a model's loss function was replaced."""
+    return getattr(model, "_loss_function", None) is not None
+
+
+def placeholder_token(model: Any, modality: str) -> Any:
+    """Return the token that stands for parts of an image, for example; None if there is none."""
+    names = (f"{modality}_token_id", f"{modality}_token_index")
+    return next(
+        (getattr(model.config, name) for name in names if hasattr(model.config, name)), None
+    )

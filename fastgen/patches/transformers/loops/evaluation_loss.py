@@ -19,6 +19,7 @@ from fastgen.models.routing.routes import routed, touched_of
 from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import call_of
+from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.encoders.unpadded_encoder import unpadded
 
 NAME = "transformers.evaluation_loss"
@@ -61,7 +62,7 @@ def _reads_loss_alone(trainer: Any) -> bool:
         and type(model).__module__.startswith("transformers.")
         and model.config.is_encoder_decoder
         and not model.training
-        and getattr(model, "_loss_function", None) is None
+        and not compat.has_own_loss(model)
         and not touched_of(model)
     )
 

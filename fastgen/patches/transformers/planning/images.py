@@ -33,15 +33,9 @@ def reason_not_to_share(
         kwargs: Arguments of the forward, at B * M rows.
         beams: M.
     """
-    others = (value for name, value in kwargs.items() if name != _POSITIONS)
-    are_rows = all(
-        value.shape[:1] == input_ids.shape[:1] for value in others if isinstance(value, Tensor)
-    )
-    known = (
-        are_rows
-        and _has_one_per_row(model, input_ids, kwargs)
-        and _of_sentences(model, input_ids, kwargs, beams) is not None
-    )
+    # What an encoder has read is not read again, whatever its rows.
+    known = model.config.is_encoder_decoder or _has_one_per_row(model, input_ids, kwargs)
+    known = known and _of_sentences(model, input_ids, kwargs, beams) is not None
     return None if known else GIVEN
 
 
@@ -67,26 +61,19 @@ def once_per_sentence(
 
 
 def _has_one_per_row(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> bool:
-    """Return whether each prompt reads its own row of what is not encoded yet.
+    """Return whether each prompt reads its own row of all arguments that are not encoded yet.
 
     `generate` repeats such rows one by one: with two images for one prompt and none for another,
     one of its beams would read the first image twice. As there are as many rows as prompts, each
     prompt has one if none is without.
     """
-    if model.config.is_encoder_decoder:
-        return True  # what the encoder read is not read again
+    others = (value for name, value in kwargs.items() if name != _POSITIONS)
+    if any(value.shape[:1] != input_ids.shape[:1] for value in others if isinstance(value, Tensor)):
+        return False
     given = {kind for name, kind in _MODALITIES.items() if kwargs.get(name) is not None}
-    tokens = {_token(model, kind) for kind in given} - {None}
+    tokens = {compat.placeholder_token(model, kind) for kind in given} - {None}
     newest = input_ids[:, compat.cache_of(kwargs).get_seq_length() :]
     return all(bool((newest == token).any(1).all()) for token in tokens)
-
-
-def _token(model: Any, modality: str) -> Any:
-    """Return the token that stands for parts of an image, for example; None if there is none."""
-    names = (f"{modality}_token_id", f"{modality}_token_index")
-    return next(
-        (getattr(model.config, name) for name in names if hasattr(model.config, name)), None
-    )
 
 
 def _of_sentences(
@@ -99,7 +86,7 @@ def _of_sentences(
         if output is None or (parts := getattr(output, "pooler_output", None)) is None:
             once[modality] = output  # nothing was repeated
             continue
-        token = _token(model, modality)
+        token = compat.placeholder_token(model, modality)
         if token is None or input_ids.shape[1] == 0:
             return None
         counts: list[int] = (input_ids[::beams] == token).sum(1).tolist()
