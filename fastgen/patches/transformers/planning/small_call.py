@@ -33,11 +33,11 @@ class _Limits(NamedTuple):
     prompted: int
 
 
-LIMITS = {1: _Limits(256, 64 * 1024, 24 * 1024), 2: _Limits(128, 16 * 1024, 16 * 1024)}
+LIMITS = {1: _Limits(256, 64 * 1024, 24 * 1024), 2: _Limits(256, 8 * 1024, 8 * 1024)}
 """By number of new tokens.
 
 With one new token, ratios are 0.74 to 0.98 within these limits, 1.03 to 2.0 beyond the elements,
-and 1.15 to 2.2 with a hidden size of 512. With two, they are 0.87 to 1.00 within, and 0.99 to 1.9
+and 1.15 to 2.2 with a hidden size of 512. With two, they are 0.87 to 1.00 within, and 0.93 to 1.9
 beyond (Marian of 3 + 3 and GPT-2 of 3 layers, Zen 4, two threads).
 """
 
