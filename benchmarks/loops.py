@@ -22,9 +22,8 @@ from torch.utils.data import Dataset
 import fastgen
 from benchmarks.cases import EXAMPLE
 from benchmarks.harness import begin, common, parser_of, positive, write_result
-from benchmarks.session import Hits
+from benchmarks.session import in_turn
 from fastgen import config
-from fastgen.cli.bench.measure import interleave, paired_ratio
 
 CALLS = {"greedy": 1, "4 beams": 4}
 Outputs = tuple[list[Any], float]
@@ -127,19 +126,7 @@ def _cell(run: Callable[[], Outputs], rounds: int) -> dict[str, Any]:
                 return f"losses {loss} and {other_loss}"
         return None
 
-    hits = Hits()
-    times, difference = interleave(list(arms.values()), rounds, check)
-    if difference is not None:
-        return {"equal": False, "note": difference}
-    seconds = dict(zip(arms, zip(*times, strict=True), strict=True))
-    over = {
-        name: dict(
-            zip(("ratio", "low", "high"), paired_ratio(own, seconds["fastgen"]), strict=True)
-        )
-        for name, own in seconds.items()
-        if name != "fastgen"
-    }
-    return {"equal": True, "seconds": seconds, "over": over} | hits.since()
+    return in_turn(arms, rounds, check)
 
 
 def _one_by_one(run: Callable[[], Outputs]) -> Outputs:

@@ -21,11 +21,10 @@ from torch import Tensor
 import fastgen
 from benchmarks.cases import SHAPES, Shape
 from benchmarks.harness import begin, common, parser_of, positive, write_result
-from benchmarks.session import Hits
+from benchmarks.session import in_turn
 from benchmarks.setting import ENDS
 from benchmarks.weights import Weights
 from fastgen.cli.bench.agreement import Agreements
-from fastgen.cli.bench.measure import interleave, paired_ratio
 
 MODELS = {
     "decoder-only": Shape(
@@ -90,19 +89,8 @@ def _cell(model: Any, beams: int, args: argparse.Namespace) -> dict[str, Any]:
         verdicts = [same(other, outputs[0]) for other in outputs[1:]]
         return "; ".join(one.note for one in verdicts if not one.agrees) or None
 
-    hits = Hits()
-    times, difference = interleave(list(arms.values()), args.rounds, check)
-    if difference is not None:
-        return {"equal": False, "note": difference}
-    seconds = dict(zip(arms, zip(*times, strict=True), strict=True))
-    over = {
-        name: dict(
-            zip(("ratio", "low", "high"), paired_ratio(own, seconds["fastgen"]), strict=True)
-        )
-        for name, own in seconds.items()
-        if name != "fastgen"
-    }
-    return {"equal": True, "seconds": seconds, "over": over, "tokens": same.tokens} | hits.since()
+    result = in_turn(arms, args.rounds, check)
+    return result | {"tokens": same.tokens} if result["equal"] else result
 
 
 def _prompts(model: Any, count: int) -> list[list[int]]:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fastgen.cli.bench.agreement import Agreement
 from fastgen.cli.bench.counts import counts
-from fastgen.cli.bench.measure import Outcome, both, compare, synchronize
+from fastgen.cli.bench.measure import (
+    Outcome,
+    both,
+    compare,
+    interleave,
+    paired_ratio,
+    synchronize,
+)
+
+_Output = TypeVar("_Output")
 
 
 @dataclass
@@ -91,6 +100,33 @@ def compared(
         Agreement(model, inputs, options), synchronize=session.synchronize, **how,
     )  # fmt: skip
     return figures(outcome, tokens) | hits.since()
+
+
+def in_turn(
+    arms: Mapping[str, Callable[[], _Output]],
+    rounds: int,
+    check: Callable[[Sequence[_Output]], str | None],
+) -> dict[str, Any]:
+    """Time several functions in turn; return the seconds of each, and ratios over fastgen.
+
+    Args:
+        arms: the functions by name; one of them is "fastgen".
+        rounds: number of rounds.
+        check: returns how the outputs of a round differ; None if they do not.
+    """
+    hits = Hits()
+    times, difference = interleave(list(arms.values()), rounds, check)
+    if difference is not None:
+        return {"equal": False, "note": difference}
+    seconds = dict(zip(arms, zip(*times, strict=True), strict=True))
+    over = {
+        name: dict(
+            zip(("ratio", "low", "high"), paired_ratio(own, seconds["fastgen"]), strict=True)
+        )
+        for name, own in seconds.items()
+        if name != "fastgen"
+    }
+    return {"equal": True, "seconds": seconds, "over": over} | hits.since()
 
 
 def figures(outcome: Outcome, tokens: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 def latent_attention_reference(
     query: Tensor,
     latents: Tensor,
-    turned: Tensor,
+    rope_keys: Tensor,
     mask: Tensor | None,
     scale: float,
     seen: Tensor | None = None,
@@ -25,7 +25,7 @@ def latent_attention_reference(
         query: (B, M, H, C + E) floating point; one token per beam, in the space of the latent
             vectors and, after that, of the rotated part.
         latents: (B, 1, N, C), which are keys and values.
-        turned: (B, 1, N, E), the rotated part of the keys.
+        rope_keys: (B, 1, N, E), the rotated part of the keys.
         mask: additive, broadcastable to (B, H, M, N); or None.
         scale: the factor of query times key.
         seen: as in `beam_attention_reference`.
@@ -35,7 +35,7 @@ def latent_attention_reference(
     Numerics: fp32 (fp64 for fp64) up to the weights, which are rounded to the dtype of `latents`.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    keys = torch.cat([latents, turned], 3)[:, 0]
+    keys = torch.cat([latents, rope_keys], 3)[:, 0]
     scores = torch.einsum("bmhd,bnd->bhmn", query.to(wide), keys.to(wide)).mul(scale)
     if mask is not None:
         scores = scores + mask
@@ -51,7 +51,7 @@ def latent_attention_reference(
 def latent_attention(
     query: Tensor,
     latents: Tensor,
-    turned: Tensor,
+    rope_keys: Tensor,
     mask: Tensor | None,
     scale: float,
     seen: Tensor | None = None,
@@ -67,15 +67,15 @@ def latent_attention(
         ValueError: the shapes do not fit; the message holds them.
     """
     (b, m, h, d), (_, _, n, c) = query.shape, latents.shape
-    if latents.shape[:3] != (b, 1, n) or turned.shape != (b, 1, n, d - c):
+    if latents.shape[:3] != (b, 1, n) or rope_keys.shape != (b, 1, n, d - c):
         raise ValueError(
             f"query {tuple(query.shape)} (B, M, H, C + E) does not fit {tuple(latents.shape)} "
-            f"(B, 1, N, C) and {tuple(turned.shape)} (B, 1, N, E)"
+            f"(B, 1, N, C) and {tuple(rope_keys.shape)} (B, 1, N, E)"
         )
     if seen is not None:
-        return latent_attention_reference(query, latents, turned, mask, scale, seen)
-    folded, keys, turned = query.reshape(b, m * h, d), latents[:, 0], turned[:, 0]
-    scores = torch.bmm(folded[..., c:], turned.transpose(1, 2))
+        return latent_attention_reference(query, latents, rope_keys, mask, scale, seen)
+    folded, keys, rope_keys = query.reshape(b, m * h, d), latents[:, 0], rope_keys[:, 0]
+    scores = torch.bmm(folded[..., c:], rope_keys.transpose(1, 2))
     scores.baddbmm_(folded[..., :c], keys.transpose(1, 2), beta=scale, alpha=scale)
     if mask is not None:
         scores.view(b, m, h, n).add_(mask.transpose(1, 2))

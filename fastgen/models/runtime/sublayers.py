@@ -132,14 +132,14 @@ class LatentAttention(SelfAttention):
         compress: Product of the latent vectors (C) and the rotated part of the keys (E).
         expand: (H, N + D, C), which maps a latent vector to keys without the rotated part, of N
             dimensions per head, and values.
-        turned: E.
+        rope_dim: E.
         pairs_apart: Whether channels that are rotated as adjacent pairs are half the channels apart
             afterwards.
     """
 
     compress: Product = field(kw_only=True)
     expand: Tensor = field(kw_only=True)
-    turned: int = field(kw_only=True)
+    rope_dim: int = field(kw_only=True)
     pairs_apart: bool = field(kw_only=True)
 
     @functools.cached_property
@@ -151,17 +151,17 @@ class LatentAttention(SelfAttention):
         if self.query_norm is not None:
             query = self.projections[1].apply(self.query_norm(query)[0])
         query = query.unflatten(1, (self.heads, self.dims))
-        latent, key = self.compress.apply(x).split([self.expand.shape[2], self.turned], 1)
+        latent, key = self.compress.apply(x).split([self.expand.shape[2], self.rope_dim], 1)
         assert self.key_norm is not None
         assert self.rotary is not None
         latent = self.key_norm(latent)[0]
         of_keys, of_values = self.expand.split(
-            [kept := self.dims - self.turned, self.expand.shape[1] - kept], 1
+            [nope_dim := self.dims - self.rope_dim, self.expand.shape[1] - nope_dim], 1
         )
         angles = context.rotation(self.rotary, x)
         rotation = Rotation(*angles, self.interleaved, self.rotates_fp32)
-        asked = torch.bmm(query[..., :kept].transpose(0, 1), of_keys).transpose(0, 1)
-        query = torch.cat([asked, self._rotated(query[..., kept:], rotation)], 2)
+        asked = torch.bmm(query[..., :nope_dim].transpose(0, 1), of_keys).transpose(0, 1)
+        query = torch.cat([asked, self._rotated(query[..., nope_dim:], rotation)], 2)
         key = self._rotated(key[:, None], rotation)
         mixed = context.self_attention(layer, query, latent[:, None], key, self.scoring)
         mixed = mixed.view(len(x), self.heads, -1).transpose(0, 1)

@@ -56,8 +56,8 @@ class Latent:
         compress: The projection to latent vectors and the rotated part of the keys.
         norm: The norm of latent vectors.
         expand: The projection of latent vectors to keys, without the rotated part, and values.
-        turned: Dimensions of that part.
-        kept: The other dimensions of keys.
+        rope_dim: Dimensions of that part.
+        nope_dim: The other dimensions of keys.
         values: Dimensions of values.
         pairs_apart: Returns whether adjacent channels are rotated, and apart afterwards.
     """
@@ -69,8 +69,8 @@ class Latent:
     compress: str = "kv_a_proj_with_mqa"
     norm: str = "kv_a_layernorm"
     expand: str = "kv_b_proj"
-    turned: str = "qk_rope_head_dim"
-    kept: str = "qk_nope_head_dim"
+    rope_dim: str = "qk_rope_head_dim"
+    nope_dim: str = "qk_nope_head_dim"
     values: str = "v_head_dim"
     pairs_apart: Callable[[Any], bool] = lambda module: module.config.rope_interleave
 

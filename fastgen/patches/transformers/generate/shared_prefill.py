@@ -129,6 +129,7 @@ class SharedPrefill:
             or mask.dim() != 2
             or mask.device.type != "cpu"
             or mask.shape[1] < tokens
+            or len(mask) == 1  # its shape would not tell it from tokens that all rows share
             or not bool(mask[:, -1].all())  # attention that sees no token reads padding
             or compat.is_user_provided(kwargs.get(CACHE))
         ):
