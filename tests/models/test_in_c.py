@@ -21,6 +21,7 @@ from fastgen import config as settings
 from fastgen.decoding import loop
 from fastgen.decoding.backends import native_multistep
 from fastgen.models.layers import packed_weights
+from fastgen.models.memory import budget
 from fastgen.models.runtime.native.step import NativeStep
 from fastgen.models.specs.registry import SPECS
 from fastgen.ops import native
@@ -451,6 +452,16 @@ def test_experts_that_c_does_not_run(
     assert call is not None
     assert call.plan.fused
     assert _steps() == 0
+
+
+def test_packed_experts_are_counted_with_their_model() -> None:
+    model = zoo.build("mixtral", torch.float32)
+    model.generate(**zoo.batch(model, 4, 9) | {"max_new_tokens": 12})
+    experts: Any = model.model.layers[0].mlp.experts
+    weights = experts.gate_up_proj.nbytes + experts.down_proj.nbytes
+    held = budget.held_by_model()
+    assert held[type(model).__name__]["packed weights"] > weights * len(model.model.layers)
+    assert "ExpertWeight" not in held
 
 
 def test_experts_are_not_rounded_to_int8(monkeypatch: pytest.MonkeyPatch) -> None:

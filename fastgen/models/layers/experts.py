@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,11 @@ class ExpertWeight:
     @property
     def weight(self) -> Any:
         return self._parameters.get(self.name)
+
+    def modules(self) -> Iterator[Any]:
+        """Yield the module that has the weights, and its submodules, as `nn.Module.modules`."""
+        experts = self._experts()
+        return iter((self,)) if experts is None else experts.modules()
 
 
 class ExpertWeights(CachedState):

@@ -71,19 +71,15 @@ def held_bytes() -> dict[str, int]:
 
 def held_by_model() -> dict[str, dict[str, int]]:
     """Return the bytes held now, by model class and label; submodules count as their model."""
-    sizes_of_modules = list(held())
-    parts: dict[int, list[Any]] = {
-        id(owner): list(owner.modules()) for _, owner, _ in sizes_of_modules
-    }
+    parts = [(name, list(owner.modules()), size) for name, owner, size in held() if size]
     roots: dict[int, Any] = {}
-    for owned in sorted(parts.values(), key=len, reverse=True):
-        if id(owned[0]) not in roots:
-            roots.update({id(part): owned[0] for part in owned})
+    for _, modules, _ in sorted(parts, key=lambda part: len(part[1]), reverse=True):
+        if id(modules[0]) not in roots:
+            roots.update({id(module): modules[0] for module in modules})
     sizes: dict[str, dict[str, int]] = {}
-    for name, owner, size in sizes_of_modules:
-        if size:
-            of_class = sizes.setdefault(type(roots[id(owner)]).__name__, {})
-            of_class[name] = of_class.get(name, 0) + size
+    for name, modules, size in parts:
+        of_class = sizes.setdefault(type(roots[id(modules[0])]).__name__, {})
+        of_class[name] = of_class.get(name, 0) + size
     return sizes
 
 
