@@ -376,14 +376,18 @@ def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
 
 
 def _adapt(model: Any, rank: int) -> None:
-    """Put LoRA layers in the place of linear ones, where PEFT is installed."""
+    """Put LoRA layers with two adapters in the place of linear ones, where PEFT is installed."""
     with suppress(ImportError):
         import peft
 
         layers = ["c_attn", "c_proj", "c_fc", "q_proj", "v_proj", "fc1", "up_proj", "down_proj"]
         layers += ["q", "v", "o", "wi"]
         options: dict[str, Any] = {"target_modules": layers, "init_lora_weights": False}
-        peft.inject_adapter_in_model(peft.LoraConfig(r=rank, **options), model)
+        for name, of in (("one", rank), ("two", rank + 1)):
+            peft.inject_adapter_in_model(peft.LoraConfig(r=of, **options), model, name)
+        for layer in model.modules():
+            if isinstance(layer, peft.tuners.lora.LoraLayer):
+                layer.set_adapter(["one", "two"])
 
 
 def search(draw: Draw) -> None:

@@ -50,9 +50,10 @@ INLINE void finish_part(const Product *job, const float *total, int64_t row, int
       if (to == job->inputs) {
         if (job->bias) y += load_some(job->bias, column, left, dtype);
         y = rounded(y, dtype);
-        if (job->added) {
-          const vec added = load_some(job->added + r * job->added_row, column, left, FP32);
-          y = rounded(y + rounded(job->scale * added, dtype), dtype);
+        for (int64_t i = 0; i < job->adapter_count; i++) {
+          const float *added = job->added + (i * job->rows + r) * job->outputs;
+          const float scaling = job->adapters[i].scaling;
+          y = rounded(y + rounded(scaling * load_some(added, column, left, FP32), dtype), dtype);
         }
         if (job->activation) y = rounded(activation(y, job->activation), dtype);
         if (job->gate)
@@ -86,10 +87,11 @@ INLINE void finish_whole(const Product *job, vec total[TALL][WIDE], int64_t row,
       EACH total[r][i] += bias[i];
     }
     EACH total[r][i] = rounded(total[r][i], dtype);
-    if (job->added) {
-      const float *added = job->added + row * job->added_row + column;
+    for (int64_t a = 0; a < job->adapter_count; a++) {
+      const float *added = job->added + (a * job->rows + row) * job->outputs + column;
+      const float scaling = job->adapters[a].scaling;
       EACH {
-        const vec scaled = job->scale * load(added + r * job->added_row + i * WIDTH);
+        const vec scaled = scaling * load(added + r * job->outputs + i * WIDTH);
         total[r][i] = rounded(total[r][i] + rounded(scaled, dtype), dtype);
       }
     }

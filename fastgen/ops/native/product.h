@@ -17,7 +17,16 @@ enum { NUMBERS, BYTES, BYTES_AT_ONCE };
  * earlier pieces. */
 enum { DEPTH = 512 };
 
-/* out = activation(x times the weight + bias + scale * added) + residual, or times gate.
+/* A low-rank adapter of a weight, whose product gets scaling * up(down(x)) before its activation. */
+typedef struct {
+  const void *down;          /* (rank, inputs), of the weight's dtype, not packed */
+  const void *panels, *bias; /* of up, as in `Product` */
+  int64_t rank;
+  double scaling;
+} Adapter;
+
+/* out = activation(x times the weight + bias + scaling * added) + residual, or times gate, where
+ * `added` are the outputs of up of all adapters, one array (rows, outputs) after the other.
  *
  * The result of each of these operations is rounded to `dtype`, that of the weight and the bias.
  * Bytes are multiplied with `bytes`, rows of x that `work_on_rounding` has rounded; sums are int32,
@@ -32,8 +41,8 @@ typedef struct {
   const float *residual, *gate, *added;           /* or NULL */
   int64_t rows, outputs, inputs;
   int64_t out_row, x_row, residual_row, gate_row; /* elements from one row to the next */
-  int64_t added_row;
-  float scale;
+  const Adapter *adapters;
+  int64_t adapter_count;
   int64_t activation, dtype, kind;
   int64_t chunk, side; /* blocks of rows, and panels, of a task */
 } Product;

@@ -177,35 +177,37 @@ static void lower(void *given, Tasks *tasks) {
   }
 }
 
+static int64_t adapters_of(const Weight *weights, int64_t count) {
+  int64_t adapters = 0;
+  for (int64_t i = 0; i < count; i++) adapters += weights[i].adapter_count;
+  return adapters;
+}
+
 /* Adds up(down(x)) of the adapters of weights that read the same x. They are written to `low`, one
  * after the other: down(x) of each, then up of each. */
-static void add_adapters(Program *to, const Step *step, const Weight *weight, int64_t count,
+static void add_adapters(Program *to, const Step *step, const Weight *weights, int64_t count,
                          const float *x, unsigned threads) {
-  int64_t left = 0;
-  for (int64_t i = 0; i < count; i++) left += weight[i].adapter != NULL;
-  if (!left) return;
-  const int64_t adapted = left;
+  const int64_t adapters = adapters_of(weights, count);
   float *out = step->low;
-  for (int64_t i = 0; i < count; i++) {
-    const Adapter *of = weight[i].adapter;
-    if (!of) continue;
-    Lowering job = {.out = out, .x = x, .of = of, .rows = step->rows, .inputs = weight[i].inputs,
-                    .dtype = step->dtype};
-    add(to, lower, &job, sizeof job, of->rank, --left > 0);
-    out += step->rows * of->rank;
-  }
+  for (int64_t i = 0, left = adapters; i < count; i++)
+    for (int64_t a = 0; a < weights[i].adapter_count; a++) {
+      const Adapter *of = &weights[i].adapters[a];
+      Lowering job = {.out = out, .x = x, .of = of, .rows = step->rows,
+                      .inputs = weights[i].inputs, .dtype = step->dtype};
+      add(to, lower, &job, sizeof job, of->rank, --left > 0);
+      out += step->rows * of->rank;
+    }
   const float *low = step->low;
-  left = adapted;
-  for (int64_t i = 0; i < count; i++) {
-    const Adapter *of = weight[i].adapter;
-    if (!of) continue;
-    Product up = {.out = out, .x = low, .panels = of->panels, .bias = of->bias,
-                  .rows = step->rows, .outputs = weight[i].outputs, .inputs = of->rank,
-                  .out_row = weight[i].outputs, .x_row = of->rank, .dtype = step->dtype,
-                  .kind = NUMBERS};
-    add_product(to, up, threads, --left > 0);
-    low += step->rows * of->rank, out += step->rows * weight[i].outputs;
-  }
+  for (int64_t i = 0, left = adapters; i < count; i++)
+    for (int64_t a = 0; a < weights[i].adapter_count; a++) {
+      const Adapter *of = &weights[i].adapters[a];
+      Product up = {.out = out, .x = low, .panels = of->panels, .bias = of->bias,
+                    .rows = step->rows, .outputs = weights[i].outputs, .inputs = of->rank,
+                    .out_row = weights[i].outputs, .x_row = of->rank, .dtype = step->dtype,
+                    .kind = NUMBERS};
+      add_product(to, up, threads, --left > 0);
+      low += step->rows * of->rank, out += step->rows * weights[i].outputs;
+    }
 }
 
 /* A product of a weight, plus what `add_adapters` has written for weight `number` of `weights`. */
@@ -213,13 +215,13 @@ static Product adapted(const Step *step, const Weight *weights, int64_t count, i
                        const float *x, float *out, int64_t out_row) {
   const Weight *weight = &weights[number];
   Product product = of_weight(step, weight, x, out, out_row);
-  if (!weight->adapter) return product;
-  const float *added = step->low;
-  for (int64_t i = 0; i < count; i++)
-    if (weights[i].adapter)
-      added += step->rows * (weights[i].adapter->rank + (i < number ? weights[i].outputs : 0));
-  product.added = added, product.added_row = weight->outputs;
-  product.scale = weight->adapter->scaling;
+  int64_t before = 0; /* elements of a row in `low` */
+  for (int64_t i = 0; i < count; i++) {
+    for (int64_t a = 0; a < weights[i].adapter_count; a++) before += weights[i].adapters[a].rank;
+    if (i < number) before += weights[i].adapter_count * weights[i].outputs;
+  }
+  product.adapters = weight->adapters, product.adapter_count = weight->adapter_count;
+  product.added = step->low + step->rows * before;
   return product;
 }
 
@@ -382,12 +384,13 @@ int64_t step_size(void) {
  * number: index of the step, among several whose rotations, biases and weights are concatenated. */
 int step_at(parallel run, unsigned threads, const Step *step, int64_t number) {
   /* Phases of a sublayer: three products of x, two norms of heads, the rotation, the output
-   * projection, the norm, and two roundings to bytes; two products of the adapter of each of four
-   * weights; and attention of each call. Experts have three products of the expert that all rows share, seven phases of their own, and the norm. */
+   * projection, the norm, and two roundings to bytes; two products of each adapter; and attention
+   * of each call. Experts have three products of the expert that all rows share, a rounding, seven
+   * phases of their own, and the norm. */
   int64_t most = 0;
   for (int64_t s = 0; s < step->sublayer_count; s++) {
     const Sublayer *of = &step->sublayers[s];
-    most += of->kind == EXPERTS ? 17 : 18;
+    most += 12 + 2 * (adapters_of(of->part, of->parts) + adapters_of(&of->out, 1));
     for (int64_t i = 0; i < step->call_count && attends(of); i++)
       most += step->calls[i].beams / at_once(of, &step->calls[i]) + 1;
   }

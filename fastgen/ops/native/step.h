@@ -6,26 +6,19 @@
 #define STEP_H
 
 #include "dtype.h"
+#include "product.h"
 #include "team.h"
 
 enum { SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD, EXPERTS }; /* kinds of sublayers */
 enum { UNNORMED, LAYER_NORM, RMS_NORM };
-
-/* A low-rank adapter of a weight, whose product gets scaling * up(down(x)) before its activation.
- * Of the step's dtype. */
-typedef struct {
-  const void *down;          /* (rank, inputs), not packed */
-  const void *panels, *bias; /* of up, as in `Product` */
-  int64_t rank;
-  double scaling;
-} Adapter;
 
 typedef struct {
   const void *panels, *bias; /* as in `Product`, of the step's dtype */
   const float *scales;       /* of a weight in bytes, as the sums */
   const int32_t *sums;
   int64_t outputs, inputs, kind;
-  const Adapter *adapter;    /* or NULL */
+  const Adapter *adapters;   /* (adapter_count,); or NULL */
+  int64_t adapter_count;
 } Weight;
 
 typedef struct {

@@ -31,14 +31,16 @@ class Weight(ctypes.Structure):
         scales: the scales of a weight in bytes (`ops.native.Int8Weight`), or NULL.
         sums: its sums, or NULL.
         kind: a code of `ops.native.KINDS`.
-        adapter: the `Adapter`; or NULL.
+        adapters: array of `Adapter`; or NULL.
+        adapter_count: its length.
     """
 
     __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "panels bias scales sums"),
         *fields(INTEGER, "outputs inputs kind"),
-        *fields(POINTER, "adapter"),
+        *fields(POINTER, "adapters"),
+        *fields(INTEGER, "adapter_count"),
     ]
 
 

@@ -10,7 +10,7 @@ from fastgen import config
 from fastgen.models.comparison import comparison
 from fastgen.models.layers.experts import ExpertProducts, Experts
 from fastgen.models.layers.linear import Linear, Product
-from fastgen.models.layers.low_rank import LowRank
+from fastgen.models.layers.low_rank import Adapter, LowRank
 from fastgen.models.layers.norm import Norm, NormLike, unnormed
 from fastgen.models.runtime.encoder import EncoderSelfAttention
 from fastgen.models.runtime.native import experts
@@ -40,24 +40,23 @@ def supports_adapter(product: object, mixer: Any) -> TypeGuard[LowRank]:
     """Return whether C implements a product with an adapter in a sublayer."""
     return (
         type(product) is LowRank
-        and len(product.adapters) == 1
         and isinstance(product.base, Linear)
-        and isinstance(product.adapters[0].up, Linear)
-        and is_readable(adapter_down(product).weight)
-        and not adapter_down(product).weight.is_inference()
+        and all(isinstance(each.up, Linear) for each in product.adapters)
+        and all(is_readable(w) and not w.is_inference() for w in map(down_weight, product.adapters))
         and not isinstance(mixer, Experts)
-        and not getattr(mixer, "halves", False)
     )
 
 
-def adapter_down(product: LowRank) -> Any:
-    """Return the layer of an adapter's first product, whose weight C reads as it is."""
-    return cast(Any, product.adapters[0].down).module
+def down_weight(adapter: Adapter) -> Tensor:
+    """Return the weight of an adapter's first product, which C reads as it is."""
+    return cast(Any, adapter.down).module.weight
 
 
 def packed_of(product: Any) -> list[Any]:
-    """Return the products whose weights are packed: the product itself, or those of an adapter."""
-    return [product.base, product.adapters[0].up] if type(product) is LowRank else [product]
+    """Return the products whose weights are packed: the product itself, or those of adapters."""
+    if type(product) is not LowRank:
+        return [product]
+    return [product.base, *(each.up for each in product.adapters)]
 
 
 def _supports_mixer(mixer: Any) -> bool:
@@ -189,8 +188,10 @@ def mixer_elements(sublayer: Sublayer) -> int:
 
 def adapter_elements(sublayer: Sublayer) -> int:
     """Return the elements per row that both products of a sublayer's adapters output."""
-    adapted = [each for each in products_of(sublayer) if type(each) is LowRank]
-    return sum(cast(Any, each.adapters[0].up).inputs + each.outputs for each in adapted)
+    adapted = (product for product in products_of(sublayer) if type(product) is LowRank)
+    ups: list[Any] = [each.up for product in adapted for each in product.adapters]
+    halves = 2 if getattr(sublayer.mixer, "halves", False) else 1  # each with `down` of its own
+    return sum(halves * up.inputs + up.outputs for up in ups)
 
 
 def is_left_to_torch(x: Tensor) -> bool:

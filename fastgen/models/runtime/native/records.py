@@ -21,8 +21,8 @@ from fastgen.models.memory.scratch import ScratchPool
 from fastgen.models.runtime.encoder import EncoderSelfAttention
 from fastgen.models.runtime.native import experts
 from fastgen.models.runtime.native.layers import (
-    adapter_down,
     adapter_elements,
+    down_weight,
     input_elements,
     mixer_elements,
     norm_fits,
@@ -109,7 +109,7 @@ class Records:
         self._others: list[Tensor] = []  # Tensors that are not parameters of layers.
         self._mixtures: list[c.Mixture] = []  # Records whose addresses are in those of sublayers.
         self._panels: list[Any] = []  # Packed weights whose addresses are in the records.
-        self._adapters: list[c.Adapter] = []  # Those whose addresses are in those of weights.
+        self._adapters: list[Any] = []  # Arrays whose addresses are in those of weights.
         self._whole = [product for sublayer in sublayers for product in products_of(sublayer)]
         self._adapted = [product for product in self._whole if type(product) is LowRank]
         self.products: list[Any] = [each for whole in self._whole for each in packed_of(whole)]
@@ -162,15 +162,15 @@ class Records:
         )
 
     def _fits_adapter(self, product: LowRank) -> bool:
-        """Return whether the products of an adapter have the shapes of the layer's own."""
-        up, down = cast(Any, product.adapters[0].up), adapter_down(product)
-        weight = down.weight
-        return (
-            weight.dtype == self.dtype
-            and weight.is_contiguous()
-            and down.bias is None
-            and weight.shape == (up.inputs, product.inputs)
+        """Return whether the products of adapters have the shapes of the layer's own."""
+        parts: list[tuple[Any, Any]] = [(each.up, each.down) for each in product.adapters]
+        return all(
+            down.module.weight.dtype == self.dtype
+            and down.module.weight.is_contiguous()
+            and down.module.bias is None
+            and down.module.weight.shape == (up.inputs, product.inputs)
             and up.outputs == product.outputs
+            for up, down in parts
         )
 
     def fits(self, x: Tensor, stream: Tensor) -> bool:
@@ -243,8 +243,8 @@ class Records:
         self.made = (c.Sublayer * len(self.sublayers))(
             *(self._record(s, source_heads, left) for s in self.sublayers)
         )
-        layers = [*self.products, *(product.adapters[0].down for product in self._adapted)]
-        self._held = _Held(layers, self._others)
+        downs = [each.down for product in self._adapted for each in product.adapters]
+        self._held = _Held([*self.products, *downs], self._others)
         return True
 
     def _record(
@@ -265,7 +265,7 @@ class Records:
         if type(mixer) is FeedForward:
             record.kind, record.activation = c.FEED_FORWARD, native.ACTIVATIONS[mixer.activation]
             if mixer.halves:
-                record.parts, record.part = 2, split_halves(parts[0], self.dtype)
+                record.parts, record.part = 2, self._halves(parts[0])
             return record
         record.heads, record.dims, record.scale = mixer.heads, mixer.dims, mixer.scale
         if type(mixer) is SelfAttention:
@@ -286,15 +286,43 @@ class Records:
         return record
 
     def _weight(self, product: Any, packed: Iterator[c.Weight]) -> c.Weight:
-        """Return the record of a product's weight, with that of its adapter."""
+        """Return the record of a product's weight, with those of its adapters."""
         weight = next(packed)
         if type(product) is LowRank:
-            adapter = product.adapters[0]
-            up, down = next(packed), self._at(adapter_down(product).weight)
-            record = c.Adapter(down, up.panels, up.bias, up.inputs, adapter.scaling)
-            self._adapters.append(record)
-            weight.adapter = ctypes.addressof(record)
+            ups = itertools.islice(packed, len(product.adapters))
+            made = [
+                (self._at(down_weight(each)), up.panels, up.bias, up.inputs, each.scaling)
+                for each, up in zip(product.adapters, ups, strict=True)
+            ]
+            self._adapt(weight, made)
         return weight
+
+    def _adapt(self, weight: c.Weight, adapters: Sequence[tuple[Any, ...]]) -> None:
+        """Give the record of a weight those of its adapters, from their fields."""
+        records = (c.Adapter * len(adapters))(*adapters)
+        self._adapters.append(records)
+        weight.adapters, weight.adapter_count = ctypes.addressof(records), len(records)
+
+    def _halves(self, wide: c.Weight) -> tuple[c.Weight, c.Weight]:
+        """Return the records of both halves of a weight's outputs, with those of its adapters."""
+        halves = split_halves(wide, self.dtype)
+        if wide.adapter_count:
+            whole = (c.Adapter * wide.adapter_count).from_address(wide.adapters)
+            kind = native_products.NUMBERS
+            ups = [
+                split_halves(
+                    c.Weight(of.panels, of.bias, None, None, wide.outputs, of.rank, kind),
+                    self.dtype,
+                )
+                for of in whole
+            ]
+            for half, parts in zip(halves, zip(*ups, strict=True), strict=True):
+                fields = [
+                    (of.down, up.panels, up.bias, of.rank, of.scaling)
+                    for of, up in zip(whole, parts, strict=True)
+                ]
+                self._adapt(half, fields)
+        return halves
 
     def _norm(self, norm: NormLike | None) -> c.Norm:
         return norm_of(norm, self._at)
