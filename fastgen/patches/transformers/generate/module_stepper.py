@@ -86,13 +86,16 @@ class ModuleStepper:
             ValueError: The method is a beam search, and prefill left no cache.
         """
         logits = self._taken(compat.prefill(self.model, self.input_ids, self.config, self.kwargs))
+        self._check_cache()
+        return logits
+
+    def _check_cache(self) -> None:
+        """After prefill, raise the error of the toolkit's beam search if a chunk left no cache."""
         if "beam" in self.plan.method and self.kwargs.get(CACHE, self) is None:
-            # As in the toolkit's loop: a chunked prefill may leave no cache.
             raise ValueError(
                 f"{type(self.model).__name__} cannot use beam search with a cache currently, "
                 "as the cache cannot be reordered"
             )
-        return logits
 
     def step(self, ids: Tensor) -> Tensor:
         """Run the newest token of ids (R, L) and return logits (R, V) fp32."""

@@ -169,7 +169,11 @@ class SharedStepper(ModuleStepper):
             self._keep_prefix(ids[0])
         self.cache.begin_decoding()
         logits = self._taken(outputs, repeat=m)
-        if self.cache.has_gaps:
+        if first.get(CACHE, self) is None:
+            self._leave_shared(self.cache, self.kwargs, "a chunk of the prompt leaves no cache")
+            self.kwargs[CACHE] = None
+            self._check_cache()
+        elif self.cache.has_gaps:
             self._leave_shared(
                 self.cache, self.kwargs, "a layer that its modules number is not there"
             )

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 import fastgen
+from benchmarks.coverage import recipe
 from fastgen.models.state import cached_state_of, iter_cached_states, state_of
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import last_call
@@ -285,6 +286,17 @@ def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
         given = kwargs | {"num_beams": beams, CACHE: DynamicCache(config=model.config)}
         error = assert_same(model, given).error
         assert (error is not None) == (beams > 1)
+
+
+def test_a_decoder_that_keeps_no_cache_and_a_prompt_in_chunks() -> None:
+    """BERT without `is_decoder` ignores the cache: in chunks, each step sees its token alone."""
+    model = recipe.enlarge(recipe.tiny("encoder-decoder")).double()
+    assert not model.decoder.config.is_decoder
+    kwargs = zoo.batch(model, 3, 9) | {"max_new_tokens": 5}
+    for method in METHODS.values():
+        assert assert_same(model, kwargs | method).error is None
+        error = assert_same(model, kwargs | method | {"prefill_chunk_size": 1}).error
+        assert (error is not None) == ("num_beams" in method)
 
 
 # Models that do not read keys from the shared cache
