@@ -329,7 +329,7 @@ def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
         "eos_token_id": 2,
     }
     torch.manual_seed(draw.random.randrange(10**6))
-    match draw.random.choice(("gpt2", "llama", "qwen2_moe", "t5", "bart")):
+    match draw.random.choice(("gpt2", "llama", "qwen2_moe", "deepseek", "t5", "bart")):
         case "gpt2":
             sizes = {
                 "n_embd": width,
@@ -355,6 +355,17 @@ def _model(draw: Draw, dims: int, heads: int, vocabulary: int) -> Any:
                     num_key_value_heads=1, moe_intermediate_size=draw.random.choice((64, 128)),
                     shared_expert_intermediate_size=wide, num_experts_per_tok=chosen,
                     num_experts=chosen * draw.random.choice((1, 7)), initializer_range=0.4,
+                )
+            )  # fmt: skip
+        case "deepseek":
+            return tf.DeepseekV3ForCausalLM(
+                tf.DeepseekV3Config(
+                    **tokens, hidden_size=width, intermediate_size=wide, num_hidden_layers=1,
+                    num_attention_heads=heads, num_key_value_heads=heads, first_k_dense_replace=1,
+                    q_lora_rank=draw.random.choice((None, 5, 32)), kv_lora_rank=64,
+                    qk_rope_head_dim=draw.random.choice((16, 112)),
+                    qk_nope_head_dim=draw.random.choice((1, 16, 33)), v_head_dim=64,
+                    initializer_range=0.4,
                 )
             )  # fmt: skip
         case "t5":
@@ -398,7 +409,8 @@ def search(draw: Draw) -> None:
     choose = draw.random.choice
     dims, heads, vocabulary = choose(native.HEAD_DIMS), choose((1, 2)), choose((67, 97, 211, 1031))
     model = _model(draw, dims, heads, vocabulary)
-    if adapted := choose((False, True)):
+    # PEFT converts names of layers for mixtures of DeepSeek.
+    if adapted := model.config.model_type != "deepseek_v3" and choose((False, True)):
         _adapt(model, choose((1, 3, 8, 17)))
     model.eval()
     sentences, length = choose((1, 2, 3, 7)), choose((1, 2, 5, 17))

@@ -22,7 +22,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "samples": {"do_sample": True, "num_return_sequences": 3},
 }
 ENDS = {"max_new_tokens": 12, "eos_token_id": [2, *range(5, 12)]}
-NOT_IN_C = ("gemma3",)
 ENCODES_ONCE = hasattr(tf.GenerationMixin, compat.ENCODE_IMAGES)
 """Whether this transformers encodes images before it repeats rows."""
 SCORES: dict[str, Any] = {"return_dict_in_generate": True, "output_scores": True}
@@ -61,7 +60,7 @@ def test_in_fp32(name: str, beams: int) -> None:
     call = last_call()
     assert call is not None
     if native.library() is not None and call.plan.fused:
-        assert bool(call.plan.not_in_c) == (name in NOT_IN_C), call.plan.not_in_c
+        assert not call.plan.not_in_c
 
 
 @pytest.mark.parametrize("name", ["vit-trocr", "wav2vec2-bart", "bert-gpt2", "llava", "qwen2_vl"])

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fastgen.models.build.introspection import NotFused, at, name_of, part_or_none
 from fastgen.models.build.layer_reader import LayerReader
+from fastgen.models.layers.head_products import HeadProducts, HeadValues
+from fastgen.models.layers.linear import Linear
 from fastgen.models.layers.positions import (
     AttentionBias,
     ComplexRotary,
@@ -122,6 +124,10 @@ class AttentionReader(LayerReader):
         if rotary is None:
             raise NotFused("latent attention without a rotation")
         self.fingerprint += (rope_dim, nope_dim, values, scale, pairs_apart)
+        of_heads = None
+        if isinstance(self.product(expand), Linear):
+            shape = expand, heads, nope_dim
+            of_heads = HeadProducts(*shape), HeadValues(*shape)
         return LatentAttention(
             tuple(map(self.product, parts)), heads, nope_dim + rope_dim, scale,
             None if whole is not None else self.norm(at(module, latent.query_norm)),
@@ -129,7 +135,7 @@ class AttentionReader(LayerReader):
             interleaved=names.rotary.interleaved, rotates_fp32=names.rotary.fp32,
             compress=self.product(at(module, latent.compress)),
             expand=expand.weight.view(heads, nope_dim + values, -1), rope_dim=rope_dim,
-            pairs_apart=pairs_apart,
+            pairs_apart=pairs_apart, of_heads=of_heads,
         )  # fmt: skip
 
     def cross_attention(self, module: Any, names: Attention) -> CrossAttention:

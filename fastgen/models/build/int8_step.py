@@ -23,10 +23,18 @@ from fastgen.models.runtime.native.encoder import native_encoder
 from fastgen.models.runtime.native.layers import products_of
 from fastgen.models.runtime.native.multistep_job import supports_steps, why_not_in_c
 from fastgen.models.runtime.native.step import native_step
-from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
+from fastgen.models.runtime.sublayers import (
+    CrossAttention,
+    FeedForward,
+    LatentAttention,
+    SelfAttention,
+    Sublayer,
+)
 from fastgen.ops import int8, native
 
 _logger = logging.getLogger("fastgen")
+
+_NOT_IN_INT8 = {Experts: "a mixture of experts", LatentAttention: "latent attention"}
 
 
 def why_not_int8(step: DecoderStep) -> str:
@@ -35,8 +43,9 @@ def why_not_int8(step: DecoderStep) -> str:
         return "int8 products run on CPUs alone"
     if (reason := why_not_in_c(step)) or not supports_steps(step):
         return reason or "its steps are not written in C"
-    if any(isinstance(sublayer.mixer, Experts) for sublayer in step.sublayers):
-        return "a mixture of experts has no products in int8"
+    for kind, name in _NOT_IN_INT8.items():
+        if any(isinstance(sublayer.mixer, kind) for sublayer in step.sublayers):
+            return f"{name} has no products in int8"
     products = _products_of_step(step)
     if not all(isinstance(product, Linear) for product in products):
         return "an adapter has no products in int8"

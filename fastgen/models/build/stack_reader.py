@@ -157,8 +157,9 @@ class StackReader(AttentionReader):
         router, experts = at(layer, names.router), at(layer, names.experts)
         if is_of_peft(router) or is_of_peft(experts):
             return None
-        held = [router.weight, *map(experts._parameters.get, ("gate_up_proj", "down_proj"))]
-        biases: list[Any] = [getattr(router, "bias", None), None, None]
+        of_logits = at(router, names.logits)
+        held = [of_logits.weight, *map(experts._parameters.get, ("gate_up_proj", "down_proj"))]
+        biases: list[Any] = [getattr(of_logits, "bias", None), None, None]
         if experts.has_bias:
             biases[1:] = map(experts._parameters.get, ("gate_up_proj_bias", "down_proj_bias"))
         clamp, kind = None, None
@@ -182,19 +183,21 @@ class StackReader(AttentionReader):
         chosen, correction = int(router.top_k), None
         if names.correction is not None:
             correction = at(layer, names.correction).detach().float().flatten().contiguous()
-        groups, kept = [int(getattr(router, name)) for name in names.groups] or (1, 1)
+        groups, kept = map(int, names.groups(router))
         factor = 1.0 if names.factor is None else float(getattr(router, names.factor))
         gate = None if names.shared_gate is None else at(layer, names.shared_gate)
-        self.fingerprint += (chosen, kind, clamp, normalised, groups, kept, factor)
+        margin = None if names.margin is None else float(names.margin(router))
+        self.fingerprint += (chosen, kind, clamp, normalised, groups, kept, factor, margin)
         shared = [at(layer, name) for name in names.shared if is_there(layer, name)]
         return Routing(
-            router.weight, chosen, normalised, names.rounded, names.precise, names.sigmoid,
-            correction, (groups, kept), factor, kind,
+            of_logits.weight, chosen, normalised, names.rounded, names.precise, names.sigmoid,
+            correction, (groups, kept, names.group_scores), factor, kind,
             ExpertProducts(experts, "gate_up_proj", experts.is_transposed),
             ExpertProducts(experts, "down_proj", experts.is_transposed),
             router_bias=biases[0], up_bias=biases[1], down_bias=biases[2], clamp=clamp,
             shared=tuple(map(self.product, shared)),
             shared_gate=None if gate is None else gate.weight,
+            norm=None if names.norm is None else self.norm(at(layer, names.norm)), margin=margin,
         )  # fmt: skip
 
     def feed_forward(self, layer: Any, mlp: Mlp) -> tuple[FeedForward, Product]:

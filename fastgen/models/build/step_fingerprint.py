@@ -44,6 +44,7 @@ _PARTS = (
 _UNREAD: dict[type, tuple[str, ...]] = {
     DecoderStep: ("fingerprint", "module", "run_layers"),
     CrossAttention: ("kv_projections",),
+    LatentAttention: ("of_heads",),
 }
 """Fields that a decode step on a device does not read."""
 

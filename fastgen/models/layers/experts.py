@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fastgen import config
 from fastgen.models.layers.linear import Packable
+from fastgen.models.layers.norm import NormLike
 from fastgen.models.state import CachedState, cached_state_of, state_of
 from fastgen.ops import native
 
@@ -140,7 +141,8 @@ class Routing:
         precise: Whether logits are not rounded to the model's dtype.
         sigmoid: Whether scores are the sigmoid of each logit, not the softmax of all.
         correction: (E,) fp32, added to scores for the choice only; None for none.
-        groups: Number of groups of experts, and how many of them are kept; 1 for no groups.
+        groups: Number of groups of experts, how many of them are kept, and how many of their scores
+            (1 or 2) count; 1 group for no groups.
         factor: Factor of the weights.
         activation: Kind of activation of the gate, as in `ops.activation`; None for a clamped one.
         up: Products of the gates and of what they multiply, F outputs each.
@@ -152,6 +154,10 @@ class Routing:
             of a gate and what it multiplies; None for gates in one half of the outputs.
         shared: Gate, up and down of an expert that all rows share; empty for none.
         shared_gate: (1, C), whose sigmoid multiplies the shared expert's output; None for none.
+        norm: Norm of the mixture's output; None for none.
+        margin: If given, the weight of an expert is the softmax of the logits that belong to no
+            expert chosen before it, and that are at most this much below its own, relative to the
+            larger of it and their absolute values.
     """
 
     router: Tensor
@@ -161,7 +167,7 @@ class Routing:
     precise: bool
     sigmoid: bool
     correction: Tensor | None
-    groups: tuple[int, int]
+    groups: tuple[int, int, int]
     factor: float
     activation: str | None
     up: ExpertProducts
@@ -172,6 +178,8 @@ class Routing:
     clamp: tuple[float, float] | None = None
     shared: tuple[Any, ...] = ()
     shared_gate: Tensor | None = None
+    norm: NormLike | None = None
+    margin: float | None = None
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,21 @@ class LogitErrors(Packed, CachedState):
         return logit_bounds.bytes_of_bounds(len(weight))
 
 
-KINDS = Packed, Int8Packed, LogitErrors
+@dataclass(eq=False)
+class LatentKeysPacked(Packed, CachedState):
+    """A copy of the keys' part of a weight that maps latent vectors to keys and values."""
+
+    label = "packed keys of latents"
+
+
+@dataclass(eq=False)
+class LatentValuesPacked(Packed, CachedState):
+    """A copy of the values' part of such a weight."""
+
+    label = "packed values of latents"
+
+
+KINDS = Packed, Int8Packed, LogitErrors, LatentKeysPacked, LatentValuesPacked
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen.models.comparison import comparison
+from fastgen.models.layers.head_products import HeadProducts
 from fastgen.models.layers.linear import Product
 from fastgen.models.layers.norm import NormLike, unnormed
 from fastgen.models.layers.positions import AttentionBias, Rotary
@@ -69,6 +70,11 @@ class SelfAttention:
             if self.repeats_kv
             else (sum(part.outputs for part in self.projections) // self.dims - self.heads) // 2
         )
+
+    @property
+    def cached_dims(self) -> tuple[int, int]:
+        """Dimensions of keys and of values in the cache."""
+        return self.dims, self.dims
 
     @functools.cached_property
     def scoring(self) -> Scoring:
@@ -135,12 +141,28 @@ class LatentAttention(SelfAttention):
         rope_dim: E.
         pairs_apart: Whether channels that are rotated as adjacent pairs are half the channels apart
             afterwards.
+        of_heads: The products with `expand` of each head's queries, and of its attention output, in
+            C; None where C does not run them.
     """
 
     compress: Product = field(kw_only=True)
     expand: Tensor = field(kw_only=True)
     rope_dim: int = field(kw_only=True)
     pairs_apart: bool = field(kw_only=True)
+    of_heads: tuple[HeadProducts, HeadProducts] | None = field(kw_only=True, default=None)
+
+    @property
+    def key_heads(self) -> int:
+        return 1
+
+    @property
+    def cached_dims(self) -> tuple[int, int]:
+        return self.expand.shape[2], self.rope_dim
+
+    @property
+    def value_dims(self) -> int:
+        """Dimensions of a head's output."""
+        return self.expand.shape[1] + self.rope_dim - self.dims
 
     @functools.cached_property
     def scoring(self) -> Scoring:

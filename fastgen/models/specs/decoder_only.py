@@ -77,6 +77,11 @@ def _falcon_variant(spec: ModelSpec, config: Any) -> ModelSpec:
     return replace(spec, decoder=decoder)
 
 
+def _best_of_groups(router: Any) -> tuple[int, int]:
+    greedy = router.topk_method == "greedy"
+    return (1, 1) if greedy else (router.num_group, router.topk_group)
+
+
 def _stablelm_variant(spec: ModelSpec, config: Any) -> ModelSpec:
     return replace(spec, decoder=_parallel(spec.decoder)) if config.use_parallel_residual else spec
 
@@ -142,13 +147,16 @@ _SIGMOID = Experts(
 )  # fmt: skip
 _GROUPED = replace(
     _SIGMOID, normalised=lambda router: router.norm_topk_prob, precise=True,
-    correction="mlp.gate.e_score_correction_bias", groups=("num_group", "topk_group"),
+    correction="mlp.gate.e_score_correction_bias",
+    groups=lambda router: (router.num_group, router.topk_group),
     factor="routed_scaling_factor", shared=_SHARED,
 )  # fmt: skip
 _OLMOE = replace(_MOE, self_attention=replace(_LLAMA_ATTENTION, norms_all_heads=True))
 
 _LATENT = replace(
-    _MOE, self_attention=Attention("self_attn", "input_layernorm", out="o_proj", latent=Latent())
+    _MOE,
+    experts=_GROUPED,
+    self_attention=Attention("self_attn", "input_layernorm", out="o_proj", latent=Latent()),
 )
 
 _GPT2 = Stack(
@@ -352,14 +360,23 @@ DECODER_ONLY = {
                 self_attention=replace(
                     _LATENT.self_attention, latent=Latent(pairs_apart=lambda _: False)
                 ),
+                experts=Experts(
+                    normalised=lambda _: False, rounded=False, precise=True,
+                    groups=_best_of_groups, group_scores=1, factor="routed_scaling_factor",
+                    shared=_SHARED,
+                ),
             ),
             interleaved=True, complex=True, fp32=True,
         ),
         attention_interface=False,
     ),
     **dict.fromkeys(
-        ("axk1", "deepseek_v3", "glm4_moe_lite", "sarvam_mla", "youtu"),
+        ("deepseek_v3", "glm4_moe_lite", "sarvam_mla", "youtu"),
         ModelSpec(_LATENT, attention_interface=False),
+    ),
+    "axk1": ModelSpec(
+        replace(_LATENT, experts=replace(_GROUPED, norm="mlp.post_mlp_layernorm")),
+        attention_interface=False,
     ),
     "minicpm3": ModelSpec(
         replace(
@@ -401,7 +418,7 @@ DECODER_ONLY = {
             applies=lambda module: module.sliding_window is None or module.is_sliding,
         )
     ),
-    "flex_olmo": ModelSpec(replace(_OLMO2, experts=Experts())),
+    "flex_olmo": ModelSpec(replace(_OLMO2, experts=_SOFTMAX)),
     "gpt_oss": ModelSpec(
         _rotated(
             replace(_MOE, experts=Experts(router="mlp.router", normalised=lambda _: True)),
@@ -410,7 +427,11 @@ DECODER_ONLY = {
     ),
     "granitemoe": ModelSpec(
         replace(
-            _MOE, experts=Experts("block_sparse_moe", "block_sparse_moe.router"),
+            _MOE,
+            experts=Experts(
+                "block_sparse_moe", "block_sparse_moe.router", experts="block_sparse_moe.experts",
+                normalised=lambda _: True,
+            ),
             embedding=Embedding(scale="embedding_multiplier"),
             residual_multiplier="residual_multiplier",
         ),
@@ -422,6 +443,10 @@ DECODER_ONLY = {
             self_attention=replace(
                 _LLAMA_ATTENTION, qk_norm=("query_layernorm", "key_layernorm"), norms_rotated=True
             ),
+            experts=Experts(
+                logits="wg", normalised=lambda _: True,
+                shared=tuple(f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")),
+            ),
         )
     ),
     "minimax_m2": ModelSpec(replace(_OLMOE, experts=_SIGMOID)),
@@ -432,7 +457,15 @@ DECODER_ONLY = {
         replace(_OLMOE, experts=_SOFTMAX, unsupported=("self_attn.config.clip_qkv",))
     ),
     "phimoe": ModelSpec(
-        replace(_MOE, experts=Experts(router="mlp.router")), prepares_inputs=True
+        replace(
+            _MOE,
+            experts=Experts(
+                router="mlp.router", margin=lambda router: 2 * router.router_jitter_noise,
+                # Its routers choose two experts.
+                normalised=lambda router: False if router.top_k == 2 else None,
+            ),
+        ),
+        prepares_inputs=True,
     ),
     "qwen2_moe": ModelSpec(
         replace(

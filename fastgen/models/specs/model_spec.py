@@ -164,6 +164,7 @@ class Experts:
     Attributes:
         module: The mixture, a path from the layer. It runs as a module, except in C.
         router: Path of the router from the layer.
+        logits: Path from the router of the layer with the weights of the logits; "" for itself.
         experts: Path of the module of all experts from the layer.
         normalised: Returns whether the weights of the chosen experts, which are their scores, are
             divided by their sum, or None for a router that computes anything else than the fields
@@ -173,25 +174,33 @@ class Experts:
         sigmoid: Whether scores are the sigmoid of each logit, not the softmax of all.
         correction: What is added to scores for the choice only, a path from the layer; None for
             nothing.
-        groups: Attributes of the router: the number of groups of experts, and how many are kept,
-            those with the highest sums of two scores; empty for no groups.
+        groups: Returns the number of groups of experts of a router, and how many are kept, those
+            with the highest sums of their `group_scores` best scores.
+        group_scores: 1 or 2.
         factor: Attribute of the router with the factor of the weights; None for 1.
         shared: Gate, up and down projection of an expert that all rows share; paths from the layer.
         shared_gate: The linear layer whose sigmoid multiplies that expert's output; None for none.
+        norm: The norm of the mixture's output, within `module`; a path from the layer.
+        margin: Returns, for a router, how far below the highest logit others may be that share
+            the weight (`models.layers.experts.Routing`); None for none.
     """
 
     module: str = "mlp"
     router: str = "mlp.gate"
+    logits: str = ""
     experts: str = "mlp.experts"
     normalised: Callable[[Any], bool | None] | None = None
     rounded: bool = True
     precise: bool = False
     sigmoid: bool = False
     correction: str | None = None
-    groups: tuple[str, ...] = ()
+    groups: Callable[[Any], tuple[int, int]] = lambda _: (1, 1)
+    group_scores: int = 2
     factor: str | None = None
     shared: tuple[str, ...] = ()
     shared_gate: str | None = None
+    norm: str | None = None
+    margin: Callable[[Any], float] | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,12 @@
  * Keys and values are fp32, bf16 or fp16; scores, softmax and sums are fp32. A task is one key head
  * of a sentence, with all beams and query heads that read it. Keys that all of these rows see are
  * read once for four rows at a time. Of the other keys, a row reads those that it sees, so that
- * slots that no beam sees any more are not read at all. Source: ops/beam_attention.py. */
+ * slots that no beam sees any more are not read at all. Source: ops/beam_attention.py.
+ *
+ * The dimensions of a head are read in pieces of at most 128, whose vectors stay in registers: the
+ * score of a key is the sum of those of its pieces. With latent attention
+ * (ops/latent_attention.py), all heads read one key, whose last pieces, `rope_keys`, are no part of
+ * the values; the others are the values. Parts of the heads then take the place of key heads. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +19,7 @@
 #include "attention.h"
 
 /* TOGETHER: rows, PAIR: keys, ACROSS: vectors of a value, with sums in registers. NEAR: values that
- * stay in the cache. AHEAD: keys between a load and its prefetch. MOST: vectors of a head. */
+ * stay in the cache. AHEAD: keys between a load and its prefetch. MOST: vectors of a piece. */
 enum { TOGETHER = 4, PAIR = 2, ACROSS = REGISTERS == 32 ? 4 : 2, NEAR = 32, AHEAD = 16 };
 enum { MOST = 128 / WIDTH, LINE = 64 };
 
@@ -59,10 +64,11 @@ static void list_keys(const Attention *job, Space *at) {
   }
 }
 
-/* The keys, or values, of one head. Those of the first `common` slots lie elsewhere. */
+/* A piece of the keys, or values, of one head, from dimension `column` of the query, or output, on.
+ * Those of the first `common` slots lie elsewhere. */
 typedef struct {
   const void *common_rows, *rows;
-  int64_t common, pitch;
+  int64_t common, pitch, column;
 } Lines;
 
 INLINE const void *line(const Lines *of, int64_t slot, const int dtype) {
@@ -77,8 +83,8 @@ INLINE void fetch(const Lines *lines, const int32_t *list, int64_t at, int64_t c
   }
 }
 
-/* Query times keys: the scores of the shared keys, for four rows at once, and of each row's own,
- * for four keys at once. */
+/* Adds query times keys, of a piece of D dimensions, to the scores: those of the shared keys, for
+ * four rows at once, and of each row's own, for four keys at once. The first piece begins them. */
 INLINE void multiply_keys(const Attention *job, Space *at, const Lines *keys, const int D,
                           const int dtype) {
   const int C = D / WIDTH;
@@ -87,7 +93,8 @@ INLINE void multiply_keys(const Attention *job, Space *at, const Lines *keys, co
     int64_t there = at->rows - r < TOGETHER ? at->rows - r : TOGETHER;
     UNROLLED for (int t = 0; t < TOGETHER; t++)
       UNROLLED for (int i = 0; i < C; i++)
-        query[t][i] = load(at->query[r + (t < there ? t : 0)] + WIDTH * i) * job->scale;
+        query[t][i] =
+            load(at->query[r + (t < there ? t : 0)] + keys->column + WIDTH * i) * job->scale;
     for (int64_t s = 0; s < at->shared_count; s += PAIR) {
       const void *key[PAIR];
       vec product[PAIR][TOGETHER] = {};
@@ -102,10 +109,12 @@ INLINE void multiply_keys(const Attention *job, Space *at, const Lines *keys, co
         UNROLLED for (int t = 0; t < TOGETHER; t++)
           UNROLLED for (int p = 0; p < PAIR; p++) product[p][t] += query[t][i] * part[p];
       }
-      /* After an odd number of keys, the extra score is overwritten by a row's own, or unused. */
       UNROLLED for (int p = 0; p < PAIR; p++) {
         const quad found = sums(product[p][0], product[p][1], product[p][2], product[p][3]);
-        for (int t = 0; t < there; t++) at->scores[(r + t) * at->pitch + s + p] = found[t];
+        for (int t = 0; t < there && s + p < at->shared_count; t++) {
+          float *score = at->scores + (r + t) * at->pitch + s + p;
+          *score = keys->column ? *score + found[t] : found[t];
+        }
       }
     }
   }
@@ -114,7 +123,8 @@ INLINE void multiply_keys(const Attention *job, Space *at, const Lines *keys, co
     const int64_t count = at->own_count[r];
     float *scores = at->scores + r * at->pitch + at->shared_count;
     vec query[MOST];
-    UNROLLED for (int i = 0; i < C; i++) query[i] = load(at->query[r] + WIDTH * i) * job->scale;
+    UNROLLED for (int i = 0; i < C; i++)
+      query[i] = load(at->query[r] + keys->column + WIDTH * i) * job->scale;
     for (int64_t s = 0; s < count; s += TOGETHER) {
       vec product[TOGETHER] = {};
       UNROLLED for (int t = 0; t < TOGETHER; t++) {
@@ -124,7 +134,8 @@ INLINE void multiply_keys(const Attention *job, Space *at, const Lines *keys, co
           product[t] += query[i] * load_as(key, WIDTH * i, dtype);
       }
       /* The pitch has room for a whole store. */
-      store_quad(scores + s, sums(product[0], product[1], product[2], product[3]));
+      const quad found = sums(product[0], product[1], product[2], product[3]);
+      store_quad(scores + s, keys->column ? load_quad(scores + s) + found : found);
     }
   }
 }
@@ -187,10 +198,11 @@ INLINE void add_shared(Space *at, const Lines *values, int64_t r, const int D, c
   }
   for (int t = 0; t < there; t++)
     UNROLLED for (int i = 0; i < C; i++)
-      store(at->out[r + t] + WIDTH * i, load(mixed[t] + WIDTH * i));
+      store(at->out[r + t] + values->column + WIDTH * i, load(mixed[t] + WIDTH * i));
 }
 
-/* Writes weights times values, of the shared keys and of each row's own, to the output. */
+/* Writes weights times a piece of the values, of the shared keys and of each row's own, to the
+ * output. */
 INLINE void add_values(const Attention *job, Space *at, const Lines *values, const float *total,
                        const int D, const int dtype) {
   const int C = D / WIDTH;
@@ -199,9 +211,9 @@ INLINE void add_values(const Attention *job, Space *at, const Lines *values, con
     const int32_t *own = at->own + r * job->count;
     const int64_t count = at->own_count[r];
     const float *weights = at->scores + r * at->pitch + at->shared_count;
+    float *to = at->out[r] + values->column;
     vec even[MOST], odd[MOST]; /* two sums, so that additions need not wait for each other */
-    UNROLLED for (int i = 0; i < C; i++)
-      even[i] = load(at->out[r] + WIDTH * i), odd[i] = splat(0.0f);
+    UNROLLED for (int i = 0; i < C; i++) even[i] = load(to + WIDTH * i), odd[i] = splat(0.0f);
     int64_t s = 0;
     for (; s + 1 < count; s += 2) {
       const void *one = line(values, own[s], dtype), *other = line(values, own[s + 1], dtype);
@@ -220,13 +232,9 @@ INLINE void add_values(const Attention *job, Space *at, const Lines *values, con
       const vec mixed = (even[i] + odd[i]) * share;
       /* Keys in memory have the dtype of the output; keys of an encoder are fp32 buffers. */
       const vec out = dtype == FP32 ? rounded(mixed, (int)job->out_dtype) : rounded(mixed, dtype);
-      store(at->out[r] + WIDTH * i, out);
+      store(to + WIDTH * i, out);
     }
   }
-}
-
-INLINE void write_row(void *to, int64_t at, const float *from, int64_t dims, const int dtype) {
-  for (int64_t d = 0; d < dims; d += WIDTH) store_as(to, at + d, load(from + d), dtype);
 }
 
 /* Writes the newest tokens' keys and values of one head to their slots. */
@@ -259,9 +267,59 @@ static void note_weights(const Attention *job, const Space *at, const float *tot
   }
 }
 
-INLINE void attend(const Attention *job, Space *at, int64_t b, int64_t head, const int D,
-                   const int dtype) {
-  const int64_t of_head = head * job->common_h;
+/* Functions of pieces of as many dimensions: in one function they take a compiler a minute. */
+#define PIECES OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
+#define OF(dims) \
+  static __attribute__((noinline)) void multiply_##dims(const Attention *job, Space *at, \
+                                                        const Lines *keys) { \
+    WITH_DTYPE(job->dtype, multiply_keys, job, at, keys, dims) \
+  } \
+  static __attribute__((noinline)) void add_##dims(const Attention *job, Space *at, \
+                                                   const Lines *values, const float *total) { \
+    WITH_DTYPE(job->dtype, add_values, job, at, values, total, dims) \
+  }
+PIECES
+#undef OF
+
+/* Dimensions of the first piece of a multiple of 16 dimensions. */
+static int64_t piece_of(int64_t dims) { return dims > 128 ? 128 : dims == 112 ? 96 : dims; }
+
+static Lines piece_at(const Lines *of, int64_t column, int64_t first, int64_t dtype) {
+  Lines piece = *of;
+  piece.rows = after(of->rows, column, dtype), piece.column = first + column;
+  if (of->common) piece.common_rows = after(of->common_rows, column, dtype);
+  return piece;
+}
+
+/* Adds the scores of the keys' dimensions, which the query has from `first` on. */
+static void add_scores(const Attention *job, Space *at, const Lines *keys, int64_t first,
+                       int64_t dims) {
+  for (int64_t c = 0, size; c < dims; c += size) {
+    const Lines piece = piece_at(keys, c, first, job->dtype);
+    switch (size = piece_of(dims - c)) {
+#define OF(dims) \
+  case dims: multiply_##dims(job, at, &piece); break;
+      PIECES
+#undef OF
+    }
+  }
+}
+
+static void write_output(const Attention *job, Space *at, const Lines *values,
+                         const float *total) {
+  for (int64_t c = 0, size; c < job->dims; c += size) {
+    const Lines piece = piece_at(values, c, 0, job->dtype);
+    switch (size = piece_of(job->dims - c)) {
+#define OF(dims) \
+  case dims: add_##dims(job, at, &piece, total); break;
+      PIECES
+#undef OF
+    }
+  }
+}
+
+static void attend(const Attention *job, Space *at, int64_t b, int64_t head) {
+  const int64_t of_head = head * job->common_h, dtype = job->dtype;
   const Lines keys = {.common_rows = after(job->common_keys, of_head, dtype),
                       .rows = after(job->keys, b * job->keys_b + head * job->keys_h, dtype),
                       .common = job->common, .pitch = job->keys_n};
@@ -269,20 +327,17 @@ INLINE void attend(const Attention *job, Space *at, int64_t b, int64_t head, con
                         .rows = after(job->values, b * job->values_b + head * job->values_h, dtype),
                         .common = job->common, .pitch = job->values_n};
   float total[ROWS];
-  multiply_keys(job, at, &keys, D, dtype);
+  add_scores(job, at, &keys, 0, job->dims);
+  if (job->rope) {
+    const Lines rope = {.common_rows = job->common_rope, .common = job->common,
+                        .rows = after(job->rope_keys, b * job->rope_b, dtype),
+                        .pitch = job->rope_n};
+    add_scores(job, at, &rope, job->dims, job->rope);
+  }
   for (int64_t r = 0; r < at->rows; r++) total[r] = weigh(job, at, r);
   if (job->weights) note_weights(job, at, total, b, head);
-  add_values(job, at, &values, total, D, dtype);
+  write_output(job, at, &values, total);
 }
-
-/* One function for each head dimension: in one function they take a compiler a minute. */
-#define OF(dims) \
-  static __attribute__((noinline)) void attend_##dims(const Attention *job, Space *at, int64_t b, \
-                                                      int64_t head) { \
-    WITH_DTYPE(job->dtype, attend, job, at, b, head, dims) \
-  }
-OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
-#undef OF
 
 /* The attention of one of several successive tokens. */
 static Attention of_token(const Attention *job, int64_t token) {
@@ -291,7 +346,7 @@ static Attention of_token(const Attention *job, int64_t token) {
   one.query += token * job->query_m;
   one.out += token * job->key_heads * job->groups * job->dims;
   if (job->mask) one.mask += token * job->mask_m;
-  if (job->new_keys) one.count = job->slot + token + 1;
+  if (job->of_text) one.count = job->slot + token + 1;
   return one;
 }
 
@@ -302,12 +357,7 @@ static void attend_heads(const Attention *job, Space *at, int64_t b, int64_t hea
     place_rows(job, at, b, head);
     if (!listed || job->mask_h) list_keys(job, at);
     listed = 1;
-    switch (job->dims) {
-#define OF(dims) \
-  case dims: attend_##dims(job, at, b, head); break;
-      OF(16) OF(32) OF(48) OF(64) OF(80) OF(96) OF(128)
-#undef OF
-    }
+    attend(job, at, b, head);
   }
 }
 
@@ -339,9 +389,25 @@ void work_on_attention(void *given, Tasks *tasks) {
   free(at.scores);
 }
 
+/* Divides the heads that read the same keys, so that no part has too many rows, and all threads
+ * have tasks. No part has a single row of several, which would add up in another order. */
+static void part_heads(Attention *job, unsigned threads) {
+  const int64_t heads = job->groups, beams = job->successive ? 1 : job->beams;
+  for (int64_t parts = 1, fits = 0; parts <= heads; parts++) {
+    const int64_t rows = heads / parts * beams;
+    if (heads % parts) continue;
+    if (fits && rows == 1) return;
+    job->key_heads = parts, job->groups = heads / parts;
+    fits = rows <= ROWS;
+    const int has_tasks = threads == 1 || job->sentences * parts >= 2 * threads;
+    if (fits && (has_tasks || rows <= 2 * TOGETHER)) return;
+  }
+}
+
 /* All heads of a sentence share its list of keys; with few sentences, threads share the heads.
  * Returns the number of tasks. */
 int64_t prepare_attention(Attention *job, unsigned threads) {
+  if (job->rope) part_heads(job, threads);
   job->at_once = threads > 1 && job->sentences < 4 * threads && !job->weights ? 1 : job->key_heads;
   job->without_memory = 0;
   return (job->sentences * job->key_heads + job->at_once - 1) / job->at_once;

@@ -96,13 +96,13 @@ static void keep_groups(float *choice, const Mixture *mix) {
   float best[MOST_GROUPS];
   for (int64_t g = 0; g < mix->groups; g++) {
     const float *of = choice + g * size;
-    float first = of[0] > of[1] ? of[0] : of[1], second = of[0] > of[1] ? of[1] : of[0];
-    for (int64_t e = 2; e < size; e++)
+    float first = of[0], second = -INFINITY;
+    for (int64_t e = 1; e < size; e++)
       if (of[e] > first)
         second = first, first = of[e];
       else if (of[e] > second)
         second = of[e];
-    best[g] = first + second;
+    best[g] = mix->group_scores == 2 ? first + second : first;
   }
   for (int64_t left = mix->groups - mix->kept; left > 0; left--) {
     int64_t worst = -1;
@@ -114,6 +114,20 @@ static void keep_groups(float *choice, const Mixture *mix) {
   }
 }
 
+/* The weight of the best expert of a choice from logits, of which those of earlier experts are
+ * hidden. Source: Liu et al. 2023, Sparse backpropagation for MoE training. */
+static float thinned_weight(const float *logits, const float *choice, int32_t best,
+                            const Mixture *mix, int64_t dtype) {
+  const float top = choice[best], margin = to_dtype(mix->margin, dtype);
+  float all = 0.0f;
+  for (int64_t e = 0; e < mix->count; e++) {
+    const float size = fabsf(logits[e]), factor = size < top ? top : size;
+    const float below = to_dtype(to_dtype(top - logits[e], dtype) / factor, dtype);
+    if (choice[e] > -INFINITY && !(below > margin)) all += expf(choice[e] - top);
+  }
+  return 1.0f / all;
+}
+
 /* The experts of a row, best first, and their weights; a task is a row. Overwrites its logits. */
 void choose_experts(void *given, Tasks *tasks) {
   Mixing *job = given;
@@ -122,7 +136,7 @@ void choose_experts(void *given, Tasks *tasks) {
     float *p = job->logits + r * mix->count, *weight = job->weight + r * mix->chosen;
     float *choice = job->choice + r * mix->count, chosen = 0.0f;
     int32_t *expert = job->expert + r * mix->chosen;
-    score(p, mix);
+    if (!mix->thinned) score(p, mix);
     for (int64_t e = 0; e < mix->count; e++)
       choice[e] = mix->correction ? p[e] + mix->correction[e] : p[e];
     if (mix->groups > 1) keep_groups(choice, mix);
@@ -130,7 +144,10 @@ void choose_experts(void *given, Tasks *tasks) {
       int32_t best = 0;
       for (int32_t e = 1; e < mix->count; e++)
         if (choice[e] > choice[best]) best = e;
-      expert[k] = best, weight[k] = p[best], chosen += weight[k];
+      expert[k] = best, weight[k] = p[best];
+      if (mix->thinned)
+        weight[k] = thinned_weight(p, choice, best, mix, mix->precise ? FP32 : job->step->dtype);
+      chosen += weight[k];
       choice[best] = -INFINITY; /* not chosen again */
     }
     for (int64_t k = 0; k < mix->chosen; k++) {
@@ -302,7 +319,8 @@ INLINE void add_up_row(const Mixing *job, int64_t r, float share, const int dtyp
       if (mix->shared_gate) y = rounded(y * share, dtype);
       total = rounded(total + y, dtype);
     }
-    store(job->out + r * C + c, rounded(total + load(job->residual + r * C + c), dtype));
+    if (job->residual) total = rounded(total + load(job->residual + r * C + c), dtype);
+    store(job->out + r * C + c, total);
   }
 }
 

@@ -10,7 +10,7 @@
 typedef struct {
   const Step *step;
   const Sublayer *of;
-  const float *residual;
+  const float *residual;     /* or NULL */
   float *out;                /* (R, C) */
   float *logits, *choice;    /* (R, E): logits, then scores; scores for the choice */
   float *weight;             /* of each pair */

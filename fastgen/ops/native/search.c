@@ -83,8 +83,8 @@ static int64_t work_of(const Decoder *model, int64_t more) {
   for (int64_t i = 0; i < step->sublayer_count; i++) {
     const Sublayer *of = &step->sublayers[i];
     if (!attends(of)) continue;
-    const int64_t keys = (seen++)->count + (of->kind == SELF_ATTENTION ? more : 0);
-    const int64_t work = step->rows * of->heads * of->dims * keys;
+    const int64_t keys = (seen++)->count + (attends_to_text(of) ? more : 0);
+    const int64_t work = step->rows * of->heads * (of->latent ? of->latent : of->dims) * keys;
     if (work > most) most = work;
   }
   return most;
@@ -101,7 +101,7 @@ static int run_layers(Decoder *model, Texts *texts, int64_t beams) {
     const Sublayer *of = &step->sublayers[i];
     if (!attends(of)) continue;
     Seen *seen = &model->seen[at++];
-    if (of->kind == SELF_ATTENTION) seen->slot = seen->count, seen->count += beams;
+    if (attends_to_text(of)) seen->slot = seen->count, seen->count += beams;
   }
   if (!step_at(OURS, threads_for(model, work_of(model, 0)), step, texts->run)) return NO_MEMORY;
   if (model->head_scale != 1.0)

@@ -9,13 +9,17 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "latent.h"
 #include "product.h"
 
-/* out = norm(in), for several pieces of each row. */
+/* out = norm(in), for several pieces of each row. If there is `own`, sum = residual + own(sum)
+ * before. */
 typedef struct {
   float *out;
   const float *in;
-  const Norm *norm;
+  const Norm *norm, *own;
+  float *sum;
+  const float *residual;
   int64_t rows, row, pieces, width, dtype;
 } Norming;
 
@@ -42,6 +46,8 @@ typedef union {
   Turning turning;
   Mixing mixing;
   Lowering lowering;
+  Keeping keeping;
+  Heads heads;
 } Job;
 
 typedef struct {
@@ -94,9 +100,19 @@ INLINE void norm_row_as(float *out, const float *in, const Norm *norm, int64_t C
   }
 }
 
+INLINE void scale_row(float *out, const float *in, float scale, int64_t C, const int dtype) {
+  for (int64_t c = 0; c < C; c++) out[c] = rounded_number(in[c] * scale, dtype);
+}
+
+INLINE void add_row(float *sum, const float *added, int64_t C, const int dtype) {
+  for (int64_t c = 0; c < C; c++) sum[c] = rounded_number(sum[c] + added[c], dtype);
+}
+
 /* Normalises a row of C numbers; out may be in. */
 void norm_row(float *out, const float *in, const Norm *norm, int64_t C, int64_t dtype) {
-  if (norm->kind != UNNORMED) {
+  if (norm->kind == CONSTANT_SCALE) {
+    WITH_DTYPE(dtype, scale_row, out, in, norm->offset, C)
+  } else if (norm->kind != UNNORMED) {
     WITH_DTYPE(dtype, norm_row_as, out, in, norm, C)
   } else if (out != in) {
     memcpy(out, in, sizeof(float) * C);
@@ -105,36 +121,55 @@ void norm_row(float *out, const float *in, const Norm *norm, int64_t C, int64_t 
 
 static void normalise_rows(void *given, Tasks *tasks) {
   Norming *job = given;
-  for (int64_t r; (r = next(tasks)) >= 0;)
+  for (int64_t r; (r = next(tasks)) >= 0;) {
+    if (job->own) {
+      float *sum = job->sum + r * job->row;
+      norm_row(sum, sum, job->own, job->width, job->dtype);
+      WITH_DTYPE(job->dtype, add_row, sum, job->residual + r * job->row, job->width)
+    }
     for (int64_t i = 0; i < job->pieces; i++) {
       const int64_t at = r * job->row + i * job->width;
       norm_row(job->out + at, job->in + at, job->norm, job->width, job->dtype);
     }
+  }
 }
 
-INLINE void turn_row(const Turning *job, int64_t r, const int dtype) {
-  const Sublayer *of = job->of;
-  const int64_t half = of->turned / 2, at = job->first + r * of->turn_row;
+/* The result is rounded to dtype, each operation to `within`. */
+INLINE void turn_head_as(float *out, const float *in, const Sublayer *of, int64_t at,
+                         const int within, const int dtype) {
+  const int64_t half = of->turned / 2, pairs = of->interleaved || of->pairs_apart;
   const int64_t step = of->interleaved ? 2 : 1, apart = of->interleaved ? 1 : half;
   const float *cosine = of->cosine + at, *sine = of->sine + at;
-#define PRODUCT(x, y) rounded_number((x) * (y), dtype)
-  for (int64_t h = 0; h < job->heads; h++) {
-    float *x = job->x + r * job->row + h * of->dims;
-    for (int64_t i = 0; i < half; i++) {
-      const int64_t one = i * step, other = one + apart;
-      const float first = x[one], second = x[other];
-      x[one] = rounded_number(PRODUCT(first, cosine[one]) - PRODUCT(second, sine[one]), dtype);
-      x[other] =
-          rounded_number(PRODUCT(second, cosine[other]) + PRODUCT(first, sine[other]), dtype);
-    }
+#define PRODUCT(x, y) rounded_number((x) * (y), within)
+  for (int64_t i = 0; i < half; i++) {
+    const int64_t one = i * step, other = one + apart;
+    const float first = in[pairs ? 2 * i : i], second = in[pairs ? 2 * i + 1 : i + half];
+    out[one] = rounded_number(PRODUCT(first, cosine[one]) - PRODUCT(second, sine[one]), dtype);
+    out[other] =
+        rounded_number(PRODUCT(second, cosine[other]) + PRODUCT(first, sine[other]), dtype);
   }
 #undef PRODUCT
+}
+
+void turn_head(float *out, const float *in, const Sublayer *of, int64_t at, int64_t dtype) {
+  if (of->turned_wide) {
+    WITH_DTYPE(dtype, turn_head_as, out, in, of, at, FP32)
+  } else {
+    switch (dtype) {
+      case BF16: turn_head_as(out, in, of, at, BF16, BF16); break;
+      case FP16: turn_head_as(out, in, of, at, FP16, FP16); break;
+      default: turn_head_as(out, in, of, at, FP32, FP32);
+    }
+  }
 }
 
 static void turn_rows(void *given, Tasks *tasks) {
   Turning *job = given;
   for (int64_t r; (r = next(tasks)) >= 0;)
-    WITH_DTYPE(job->dtype, turn_row, job, r)
+    for (int64_t h = 0; h < job->heads; h++) {
+      float *x = job->x + r * job->row + h * job->of->dims;
+      turn_head(x, x, job->of, job->first + r * job->of->turn_row, job->dtype);
+    }
 }
 
 static Product of_weight(const Step *step, const Weight *weight, const float *x, float *out,
@@ -252,22 +287,28 @@ static int64_t at_once(const Sublayer *of, const Rows *call) {
   return call->successive || call->beams < most ? call->beams : most;
 }
 
+/* Where the angles of the rows of a step begin. */
+static int64_t angles_of(const Step *step, const Sublayer *of, int64_t number) {
+  return number * of->turned * (of->turn_row ? step->rows : 1);
+}
+
 static void add_rotation(Program *to, const Step *step, const Sublayer *of, int64_t row,
                          int64_t number) {
   Turning job = {.x = step->wide, .of = of, .rows = step->rows, .row = row,
                  .heads = of->heads + of->key_heads, .dtype = step->dtype,
-                 .first = number * of->turned * (of->turn_row ? step->rows : 1)};
+                 .first = angles_of(step, of, number)};
   add(to, turn_rows, &job, sizeof job, step->rows, 0);
 }
 
 static void add_attention(Program *to, const Step *step, const Sublayer *of, const Seen *seen,
                           int64_t row, unsigned threads, int64_t number) {
   const int64_t of_queries = of->heads * of->dims, of_keys = of->key_heads * of->dims;
+  if (of->cosine && of->norms_rotated) add_rotation(to, step, of, row, number);
   if (of->query_norm.kind != UNNORMED) {
     add_head_norm(to, step, of, &of->query_norm, step->wide, row, of->heads);
     add_head_norm(to, step, of, &of->key_norm, step->wide + of_queries, row, of->key_heads);
   }
-  if (of->cosine) add_rotation(to, step, of, row, number);
+  if (of->cosine && !of->norms_rotated) add_rotation(to, step, of, row, number);
   for (int64_t i = 0; i < step->call_count; i++) {
     const Rows *call = &step->calls[i];
     const Seen *at = &seen[i];
@@ -276,7 +317,8 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
         .out = step->mixed + call->first_row * of_queries, .query = query, .mask = at->mask,
         .keys = at->keys, .values = at->values, .sentences = call->sentences, .beams = call->beams,
         .key_heads = of->key_heads, .groups = of->heads / of->key_heads, .count = at->count,
-        .dims = of->dims, .sinks = of->sinks, .slot = at->slot, .dtype = step->dtype, .out_dtype = step->dtype,
+        .dims = of->dims, .sinks = of->sinks, .slot = at->slot, .dtype = step->dtype,
+        .out_dtype = step->dtype, .of_text = of->kind == SELF_ATTENTION && at->keys,
         .scale = of->scale, .out_b = call->beams * of_queries, .query_b = call->beams * row,
         .query_m = row, .query_h = of->dims, .keys_b = at->keys_b, .keys_h = at->keys_h,
         .keys_n = at->keys_n, .values_b = at->values_b, .values_h = at->values_h,
@@ -309,6 +351,68 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
   }
 }
 
+/* Adds latent attention without its output projection. Its queries are multiplied with the weights
+ * of keys, and its outputs with those of values, so that it reads latent vectors as they are. */
+static void add_latent_attention(Program *to, const Step *step, const Sublayer *of,
+                                 const Seen *seen, unsigned threads, int64_t number) {
+  const int64_t rows = step->rows, heads = of->heads, C = of->latent, E = of->turned;
+  const Weight *query = &of->part[0], *compress = &of->part[1], *from_query = &of->part[2];
+  float *asked = step->wide, *made = asked + rows * query->outputs;
+  float *kept = made + rows * (C + E), *asking = kept + rows * (C + E);
+  float *mixed = step->mixed + rows * heads * of->value_dims;
+  add_adapters(to, step, of->part, 2, step->x, threads);
+  add_product(to, adapted(step, of->part, 2, 0, step->x, asked, query->outputs), threads, 1);
+  add_product(to, adapted(step, of->part, 2, 1, step->x, made, compress->outputs), threads, 0);
+  if (of->parts == 3) {
+    Norming norming = {.out = asked, .in = asked, .norm = &of->query_norm, .rows = rows,
+                       .row = query->outputs, .pieces = 1, .width = query->outputs,
+                       .dtype = step->dtype};
+    add(to, normalise_rows, &norming, sizeof norming, rows, 0);
+    add_adapters(to, step, from_query, 1, asked, threads);
+    float *queries = asking + rows * heads * (C + E);
+    add_product(to, adapted(step, from_query, 1, 0, asked, queries, from_query->outputs), threads,
+                0);
+    asked = queries;
+  }
+  for (int64_t i = 0; i < step->call_count; i++) {
+    Keeping job = {.step = step, .of = of, .call = &step->calls[i], .at = &seen[i],
+                   .angles = angles_of(step, of, number), .asked = asked, .made = made,
+                   .kept = kept, .asking = asking};
+    add(to, keep_latents, &job, sizeof job, job.call->sentences * job.call->beams, 1);
+  }
+  const Product to_latent = {.out = asking, .x = asked, .panels = of->to_latent, .rows = rows,
+                             .outputs = C, .inputs = of->dims - E, .out_row = heads * (C + E),
+                             .x_row = heads * of->dims, .dtype = step->dtype};
+  const Heads keys = {.product = to_latent, .heads = heads, .x_head = of->dims, .out_head = C + E};
+  add(to, multiply_heads, &keys, sizeof keys, heads, 0);
+  for (int64_t i = 0; i < step->call_count; i++) {
+    const Rows *call = &step->calls[i];
+    const Seen *at = &seen[i];
+    Attention job = {
+        .out = mixed + call->first_row * heads * C, .mask = at->mask, .keys = at->keys,
+        .query = asking + call->first_row * heads * (C + E), .values = at->keys,
+        .rope_keys = at->values, .common_keys = at->common_keys, .common_values = at->common_keys,
+        .common_rope = at->common_values, .common = at->common, .sentences = call->sentences,
+        .beams = call->beams, .key_heads = 1, .groups = heads, .count = at->count, .dims = C,
+        .rope = E, .slot = at->slot, .of_text = 1, .dtype = step->dtype, .out_dtype = step->dtype,
+        .scale = of->scale, .out_b = call->beams * heads * C,
+        .query_b = call->beams * heads * (C + E), .query_m = heads * (C + E), .query_h = C + E,
+        .keys_b = at->keys_b, .keys_n = at->keys_n, .values_b = at->keys_b,
+        .values_n = at->keys_n, .rope_b = at->values_b, .rope_n = at->values_n,
+        .mask_b = at->mask_b, .mask_h = at->mask_h, .mask_m = at->mask_m,
+        .successive = call->successive};
+    const int64_t tasks = prepare_attention(&job, threads);
+    add(to, work_on_attention, &job, sizeof job, tasks, i + 1 < step->call_count);
+  }
+  const Product of_latent = {.out = step->mixed, .x = mixed, .panels = of->of_latent, .rows = rows,
+                             .outputs = of->value_dims, .inputs = C,
+                             .out_row = heads * of->value_dims, .x_row = heads * C,
+                             .dtype = step->dtype};
+  const Heads values = {.product = of_latent, .heads = heads, .x_head = C,
+                        .out_head = of->value_dims};
+  add(to, multiply_heads, &values, sizeof values, heads, 0);
+}
+
 /* Adds a feed-forward sublayer without its output projection; returns the input of that. */
 static const float *add_feed_forward(Program *to, const Step *step, const Sublayer *of,
                                      unsigned threads) {
@@ -325,7 +429,8 @@ static const float *add_feed_forward(Program *to, const Step *step, const Sublay
   return step->mixed;
 }
 
-/* Adds a mixture of experts: out = residual + the weighted outputs of each row's experts. */
+/* Adds a mixture of experts: out = residual, unless that is
+ * NULL, + the weighted outputs of each row's experts. */
 static void add_experts(Program *to, const Step *step, const Sublayer *of, const float *residual,
                         float *out, unsigned threads) {
   Mixing job = mixing_of(step, of, residual, out, threads);
@@ -348,26 +453,31 @@ static void list_phases(Program *to, const Step *step, unsigned threads, int64_t
   for (int64_t i = 0; i < step->sublayer_count; i++) {
     const Sublayer *of = &step->sublayers[i];
     const float *mixed = step->mixed, *residual = step->norm_first ? stream : step->x;
+    const int is_normed = of->own.kind != UNNORMED;
     add_rounding(to, step, &of->part[0], step->x);
     if (of->kind == FEED_FORWARD) {
       mixed = add_feed_forward(to, step, of, threads);
+    } else if (of->kind == LATENT_ATTENTION) {
+      add_latent_attention(to, step, of, seen, threads, number);
+      seen += step->call_count;
     } else if (attends(of)) {
       const int64_t row = add_parts(to, step, of, step->x, threads);
       add_attention(to, step, of, seen, row, threads, number);
       seen += step->call_count;
     }
     if (of->kind == EXPERTS) {
-      add_experts(to, step, of, residual, spare, threads);
+      add_experts(to, step, of, is_normed ? NULL : residual, spare, threads);
     } else {
       add_rounding(to, step, &of->out, mixed);
       add_adapters(to, step, &of->out, 1, mixed, threads);
       Product out = adapted(step, &of->out, 1, 0, mixed, spare, step->width);
-      out.residual = residual, out.residual_row = step->width;
+      if (!is_normed) out.residual = residual, out.residual_row = step->width;
       add_product(to, out, threads, 0);
     }
     Norming norming = {.out = step->x, .in = of->parallel ? stream : spare, .norm = &of->norm,
                        .rows = step->rows, .row = step->width, .pieces = 1, .width = step->width,
                        .dtype = step->dtype};
+    if (is_normed) norming.own = &of->own, norming.sum = spare, norming.residual = residual;
     add(to, normalise_rows, &norming, sizeof norming, step->rows, 0);
     float *sum = spare;
     spare = stream, stream = sum;
@@ -392,7 +502,9 @@ int step_at(parallel run, unsigned threads, const Step *step, int64_t number) {
     const Sublayer *of = &step->sublayers[s];
     most += 12 + 2 * (adapters_of(of->part, of->parts) + adapters_of(&of->out, 1));
     for (int64_t i = 0; i < step->call_count && attends(of); i++)
-      most += step->calls[i].beams / at_once(of, &step->calls[i]) + 1;
+      most += of->kind == LATENT_ATTENTION
+                  ? 2
+                  : step->calls[i].beams / at_once(of, &step->calls[i]) + 1;
   }
   Program program = {.jobs = malloc((sizeof(Job) + sizeof(Phase)) * most)};
   if (!program.jobs) return 0;

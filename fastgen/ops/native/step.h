@@ -9,8 +9,9 @@
 #include "product.h"
 #include "team.h"
 
-enum { SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD, EXPERTS }; /* kinds of sublayers */
-enum { UNNORMED, LAYER_NORM, RMS_NORM };
+/* Kinds of sublayers. */
+enum { SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD, EXPERTS, LATENT_ATTENTION };
+enum { UNNORMED, LAYER_NORM, RMS_NORM, CONSTANT_SCALE };
 
 typedef struct {
   const void *panels, *bias; /* as in `Product`, of the step's dtype */
@@ -23,7 +24,7 @@ typedef struct {
 
 typedef struct {
   const void *weight, *bias; /* (C,) of the step's dtype, or NULL for 1 and 0 */
-  double eps, offset;        /* the scale is weight + offset */
+  double eps, offset;        /* the scale is weight + offset; a constant scale is offset alone */
   int64_t kind;
 } Norm;
 
@@ -42,35 +43,53 @@ typedef struct {
   int64_t rounded;              /* whether those weights are rounded to the step's dtype */
   int64_t wide, precise;        /* whether logits are not rounded to the step's dtype */
   int64_t sigmoid;
-  int64_t groups, kept;         /* of equal size, of which those with the highest sums of two scores
-                                   are kept; 1 for no groups */
+  int64_t groups, kept;         /* of equal size, of which those with the highest sums of their
+                                   best scores are kept; 1 for no groups */
+  int64_t group_scores;         /* how many are added: 1 or 2 */
   double factor;                /* of the weights */
+  int64_t thinned;              /* whether a weight is the softmax of the logits that are neither
+                                   chosen before nor, relatively, more than `margin` below it */
+  double margin;
   int64_t clamped;              /* whether outputs of up are pairs of a gate and what it gates,
                                    which `clamped_gate` in experts.c multiplies */
   double alpha, limit;          /* parameters of that function */
 } Mixture;
 
-/* x = norm(sum), sum = residual + out(mixed), where mixed is attention to the text or the source,
+/* x = norm(sum), sum = residual + own(out(mixed)), where mixed is attention to the text or the source,
  * or the wide layer of a feed-forward sublayer, whose activation a gate may multiply. To a mixture
- * of experts, a feed-forward sublayer is the expert that all rows share, if `parts` is not 0. */
+ * of experts, a feed-forward sublayer is the expert that all rows share, if `parts` is not 0.
+ *
+ * Latent attention has a product of the queries, one of latent vectors (C) with the rotated part of
+ * the keys (E), and, if it has three, one of the queries from the output of the first, which
+ * `query_norm` normalises; `key_norm` normalises latent vectors. Heads read the rotated part in the
+ * last E of their `dims`. Keys in memory are latent vectors, values the rotated part. */
 typedef struct {
   int64_t kind, parts;          /* products of x: queries, keys, values in 1 or 3; wide and gate;
                                    all in bytes, or none */
   Weight part[3], out;
-  Norm norm, query_norm, key_norm;
+  Norm norm, own, query_norm, key_norm;
   int64_t parallel;             /* whether norm applies to the incoming stream, without the sum */
   int64_t heads, key_heads, dims;
   int64_t norms_all_heads;          /* whether norms of queries and keys cover all heads together */
+  int64_t norms_rotated;            /* whether these norms come after the rotation */
   double scale;
   const void *sinks;            /* as in `Attention`, of the step's dtype; or NULL */
   int64_t activation;               /* the activation of the wide layer */
   const Mixture *experts;       /* of a mixture of experts, else NULL */
   const float *cosine, *sine;   /* (R or 1, E), which rotate the first E of each head; or NULL */
   int64_t turned, turn_row, interleaved;
+  int64_t turned_wide;              /* whether only the result of the rotation is rounded */
+  int64_t latent, value_dims;       /* C, and outputs of a head (D); or 0 */
+  int64_t pairs_apart;              /* whether pairs that are adjacent are half of E apart afterwards */
+  const void *to_latent, *of_latent; /* panels of (heads, C, dims - E) and (heads, D, C) */
 } Sublayer;
 
+INLINE int attends_to_text(const Sublayer *of) {
+  return of->kind == SELF_ATTENTION || of->kind == LATENT_ATTENTION;
+}
+
 INLINE int attends(const Sublayer *of) {
-  return of->kind == SELF_ATTENTION || of->kind == CROSS_ATTENTION;
+  return attends_to_text(of) || of->kind == CROSS_ATTENTION;
 }
 
 /* The keys and values that a sublayer attends to, for the sentences of one call; without keys, it
@@ -103,6 +122,9 @@ typedef struct {
   float *low;                   /* scratch: outputs of both parts of all adapters of a sublayer */
 } Step;
 
+/* Rotates the first dimensions of a head; out may be in, unless pairs move apart. at: that of the
+ * row's first angle. */
+void turn_head(float *out, const float *in, const Sublayer *of, int64_t at, int64_t dtype);
 void norm_row(float *out, const float *in, const Norm *norm, int64_t width, int64_t dtype);
 void multiply(parallel run, unsigned threads, const Step *step, const Weight *weight,
               const float *x, float *out);

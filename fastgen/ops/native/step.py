@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from fastgen.ops.native import Library
 
-SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD, EXPERTS = range(4)
-UNNORMED, LAYER_NORM, RMS_NORM = range(3)
+SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD, EXPERTS, LATENT_ATTENTION = range(5)
+UNNORMED, LAYER_NORM, RMS_NORM, CONSTANT_SCALE = range(4)
 
 POINTER, INTEGER, DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _Fields = list[tuple[str, Any]]
@@ -68,8 +68,8 @@ class Norm(ctypes.Structure):
         weight: (C,), or NULL for 1.
         bias: (C,), or NULL for 0.
         eps: added to the variance or the mean square.
-        offset: the scale is weight + offset.
-        kind: UNNORMED, LAYER_NORM or RMS_NORM.
+        offset: the scale is weight + offset; that of CONSTANT_SCALE is offset alone.
+        kind: UNNORMED, LAYER_NORM, RMS_NORM or CONSTANT_SCALE.
     """
 
     __slots__ = ()  # setting an unknown field raises
@@ -101,8 +101,11 @@ class Mixture(ctypes.Structure):
         precise: whether logits are not rounded to the step's dtype.
         sigmoid: whether scores are the sigmoid of each logit, not the softmax of all.
         groups: groups of experts of equal size; 1 for none.
-        kept: the groups that are kept, with the highest sums of two scores.
+        kept: the groups that are kept, with the highest sums of scores.
+        group_scores: the best scores of a group that are added, 1 or 2.
         factor: factor of the weights.
+        thinned: whether a weight is the softmax of some logits (`thinned_weight` in experts.c).
+        margin: how far below the highest logit these may be, relative to their size.
         clamped: whether outputs of `up` are pairs of a gate and what it gates, which
             `clamped_gate` in experts.c multiplies.
         alpha: parameter of that function.
@@ -112,25 +115,32 @@ class Mixture(ctypes.Structure):
     __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(POINTER, "router router_bias correction up down up_bias down_bias shared_gate"),
-        *fields(INTEGER, "count chosen inner normalised rounded wide precise sigmoid groups kept"),
-        *fields(DOUBLE, "factor"),
-        *fields(INTEGER, "clamped"),
+        *fields(INTEGER, "count chosen inner normalised rounded wide precise sigmoid"),
+        *fields(INTEGER, "groups kept group_scores"),
+        ("factor", DOUBLE),
+        ("thinned", INTEGER),
+        ("margin", DOUBLE),
+        ("clamped", INTEGER),
         *fields(DOUBLE, "alpha limit"),
     ]
 
 
 class Sublayer(ctypes.Structure):
-    """An attention or feed-forward sublayer: x = norm(residual + out(mixed)).
+    """An attention or feed-forward sublayer: x = norm(residual + own(out(mixed))).
 
     Attributes:
         kind: SELF_ATTENTION (self-attention), CROSS_ATTENTION (cross-attention), FEED_FORWARD, or
-            EXPERTS.
+            EXPERTS, or LATENT_ATTENTION.
         parts: the number of products of x. Attention has 1 or 3, which compute queries, keys and
-            values. A feed-forward sublayer has the wide layer and an optional gate; so has the
-            expert that all rows of a mixture share, and none if there is no such expert.
+            values. Latent attention has that of the queries and that of latent vectors (C) with the
+            rotated part of the keys (E), and maybe one of the queries from the output of the first,
+            which `query_norm` normalises; `key_norm` normalises latent vectors. A feed-forward
+            sublayer has the wide layer and an optional gate; so has the expert that all rows of a
+            mixture share, and none if there is no such expert.
         part: the weights of these products.
         out: the weight of the output projection.
         norm: the norm after the sublayer.
+        own: the norm of the output projection's result.
         query_norm: the norm of the queries.
         key_norm: the norm of the keys.
         parallel: whether `norm` applies to the incoming stream, without the sum.
@@ -138,6 +148,7 @@ class Sublayer(ctypes.Structure):
         key_heads: key heads.
         dims: the head dimension.
         norms_all_heads: whether `query_norm` and `key_norm` cover all heads together.
+        norms_rotated: whether they come after the rotation.
         scale: the factor of query times key.
         sinks: (heads,), one more score per query head, of no key; or NULL.
         activation: the activation function of the wide layer, a code of `ops.native.ACTIVATIONS`.
@@ -147,15 +158,23 @@ class Sublayer(ctypes.Structure):
         turned: E.
         turn_row: stride of the rows of `cosine` and `sine`.
         interleaved: whether the two dimensions of a rotated pair are adjacent.
+        turned_wide: whether the products of the rotation are not rounded to the step's dtype.
+        latent: C of latent attention.
+        value_dims: the outputs of a head of latent attention, D.
+        pairs_apart: whether the dimensions of a pair that are adjacent are E / 2 apart afterwards.
+        to_latent: packed weights (heads, C, dims - E) of latent attention.
+        of_latent: packed weights (heads, D, C) of latent attention.
     """
 
     __slots__ = ()  # setting an unknown field raises
     _fields_: ClassVar = [
         *fields(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
-        *fields(Norm, "norm query_norm key_norm"),
-        *fields(INTEGER, "parallel heads key_heads dims norms_all_heads"), ("scale", DOUBLE),
+        *fields(Norm, "norm own query_norm key_norm"),
+        *fields(INTEGER, "parallel heads key_heads dims norms_all_heads norms_rotated"),
+        ("scale", DOUBLE),
         ("sinks", POINTER), ("activation", INTEGER), *fields(POINTER, "experts cosine sine"),
-        *fields(INTEGER, "turned turn_row interleaved"),
+        *fields(INTEGER, "turned turn_row interleaved turned_wide latent value_dims pairs_apart"),
+        *fields(POINTER, "to_latent of_latent"),
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastgen.models.layers.experts import Experts, Routing
 from fastgen.models.layers.linear import Linear
+from fastgen.models.layers.norm import Norm, NormLike
 from fastgen.ops import native
 from fastgen.ops.native import step as c
 
@@ -18,7 +19,16 @@ MOST_GROUPS = 64
 def is_supported(mix: Experts) -> bool:
     """Return whether C implements a mixture, as far as its parts tell without their shapes."""
     routing = mix.routing
-    return routing is not None and all(isinstance(part, Linear) for part in routing.shared)
+    return (
+        routing is not None
+        and all(isinstance(part, Linear) for part in routing.shared)
+        and (routing.norm is None or type(routing.norm) is Norm)
+    )
+
+
+def norm(mix: Experts) -> NormLike | None:
+    """Return the norm of a mixture's output; None for none."""
+    return _of(mix).norm
 
 
 def products(mix: Experts) -> Sequence[Any]:
@@ -46,10 +56,10 @@ def has_shapes(mix: Experts, width: int, panel: int) -> bool:
         and (routing.router.dtype == up.dtype or (routing.precise and _is_wide(routing)))
         and (routing.correction is None or routing.correction.shape == (count,))
     )
-    groups, kept = routing.groups
+    groups, kept, scores = routing.groups
     fits = fits and 0 < kept <= groups <= MOST_GROUPS and count % groups == 0
     fits = fits and (
-        groups == 1 or (2 * groups <= count and routing.chosen <= kept * count // groups)
+        groups == 1 or (scores * groups <= count and routing.chosen <= kept * count // groups)
     )
     for bias, shape, like in (
         (routing.router_bias, (count,), routing.router),
@@ -106,8 +116,11 @@ def record(
         sigmoid=routing.sigmoid,
         groups=routing.groups[0],
         kept=routing.groups[1],
+        group_scores=routing.groups[2],
         factor=routing.factor,
     )
+    if routing.margin is not None:
+        mixture.thinned, mixture.margin = True, routing.margin
     if routing.clamp is not None:
         mixture.clamped, (mixture.alpha, mixture.limit) = True, routing.clamp
     sublayer = c.Sublayer(kind=c.EXPERTS, activation=native.ACTIVATIONS[routing.activation])

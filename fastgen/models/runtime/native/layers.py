@@ -9,12 +9,19 @@ from torch import Tensor
 from fastgen import config
 from fastgen.models.comparison import comparison
 from fastgen.models.layers.experts import ExpertProducts, Experts
+from fastgen.models.layers.head_products import HeadProducts
 from fastgen.models.layers.linear import Linear, Product
 from fastgen.models.layers.low_rank import Adapter, LowRank
-from fastgen.models.layers.norm import Norm, NormLike, unnormed
+from fastgen.models.layers.norm import ConstantScale, Norm, NormLike, unnormed
 from fastgen.models.runtime.encoder import EncoderSelfAttention
 from fastgen.models.runtime.native import experts
-from fastgen.models.runtime.sublayers import CrossAttention, FeedForward, SelfAttention, Sublayer
+from fastgen.models.runtime.sublayers import (
+    CrossAttention,
+    FeedForward,
+    LatentAttention,
+    SelfAttention,
+    Sublayer,
+)
 from fastgen.ops import native
 from fastgen.ops.native import products as native_products
 from fastgen.ops.native import step as c
@@ -27,11 +34,18 @@ def supports_sublayers(sublayers: Sequence[Sublayer]) -> bool:
 
 def supports_sublayer(sublayer: Sublayer) -> bool:
     """Return whether C implements all parts of a sublayer."""
-    mixer, norm = sublayer.mixer, sublayer.norm
-    if sublayer.own is not None or not (norm is unnormed or is_norm(norm)):
+    mixer, norm, own = sublayer.mixer, sublayer.norm, sublayer.own
+    if not (norm is unnormed or is_norm(norm)):
+        return False
+    if own is not None and (
+        sublayer.parallel
+        or not (isinstance(own, ConstantScale) or is_norm(own))
+        or (isinstance(mixer, Experts) and mixer.routing is not None and mixer.routing.norm)
+    ):
         return False
     return _supports_mixer(mixer) and all(
-        isinstance(product, (Linear, ExpertProducts)) or supports_adapter(product, mixer)
+        isinstance(product, (Linear, ExpertProducts, HeadProducts))
+        or supports_adapter(product, mixer)
         for product in products_of(sublayer)
     )
 
@@ -66,14 +80,21 @@ def _supports_mixer(mixer: Any) -> bool:
             return False
         norms = [norm for norm in (mixer.query_norm, mixer.key_norm) if norm is not None]
         in_order = len(mixer.projections) == 3 or (mixer.blocks == 1 and not mixer.values_first)
-        plainly = (
-            in_order and not (mixer.repeats_kv or mixer.norms_rotated) and mixer.softcap is None
-        )
+        plainly = in_order and not mixer.repeats_kv and mixer.softcap is None
         return (
             plainly
             and len(norms) != 1
             and all(map(is_norm, norms))
             and mixer.dims in native.HEAD_DIMS
+        )
+    if type(mixer) is LatentAttention:
+        norms = [mixer.key_norm, *([] if mixer.query_norm is None else [mixer.query_norm])]
+        return (
+            mixer.of_heads is not None
+            and all(norm is not None and is_norm(norm) for norm in norms)
+            and mixer.bias is None
+            and not (mixer.pairs_apart and mixer.interleaved)
+            and all(dims % native.HEAD_DIMS[0] == 0 for dims in mixer.cached_dims)
         )
     if type(mixer) in (CrossAttention, EncoderSelfAttention):
         return mixer.dims in native.HEAD_DIMS
@@ -144,6 +165,8 @@ def norm_of(norm: NormLike | None, at: Callable[[Tensor | None], int | None]) ->
         norm: The norm; `unnormed` or None for none.
         at: Returns the address of a tensor.
     """
+    if isinstance(norm, ConstantScale):
+        return c.Norm(offset=norm.factor, kind=c.CONSTANT_SCALE)
     if not isinstance(norm, Norm):
         return c.Norm(kind=c.UNNORMED)
     kind = c.RMS_NORM if norm.rms else c.LAYER_NORM
@@ -164,6 +187,9 @@ def products_of(sublayer: Sublayer) -> Sequence[Any]:
         parts = list[Product](mixer.projections)
     elif type(mixer) is CrossAttention:
         parts = [mixer.query]
+    elif type(mixer) is LatentAttention:
+        asked, *rest = mixer.projections
+        parts = [asked, mixer.compress, *rest, *(mixer.of_heads or ())]
     else:
         parts = (
             [mixer.activated] if mixer.multiplier is None else [mixer.activated, mixer.multiplier]
@@ -175,6 +201,9 @@ def input_elements(sublayer: Sublayer) -> int:
     """Return the elements per row that the input products of a sublayer output."""
     if isinstance(sublayer.mixer, Experts):
         return experts.made(sublayer.mixer)[0]
+    if isinstance(mixer := sublayer.mixer, LatentAttention):
+        cached = sum(mixer.cached_dims)  # Once more after the norm and the rotation, and per head.
+        return sum(p.outputs for p in mixer.projections) + (2 + mixer.heads) * cached
     return sum(product.outputs for product in products_of(sublayer)[:-1])
 
 
@@ -183,6 +212,8 @@ def mixer_elements(sublayer: Sublayer) -> int:
     mixer: Any = sublayer.mixer
     if isinstance(mixer, Experts):
         return experts.made(mixer)[1]
+    if isinstance(mixer, LatentAttention):  # Outputs, and those in the space of latent vectors.
+        return mixer.heads * (mixer.cached_dims[0] + mixer.value_dims)
     return mixer.activated.outputs if isinstance(mixer, FeedForward) else mixer.heads * mixer.dims
 
 

@@ -35,7 +35,12 @@ from fastgen.models.runtime.native.layers import (
     vector_fits,
     weight_of,
 )
-from fastgen.models.runtime.sublayers import FeedForward, SelfAttention, Sublayer
+from fastgen.models.runtime.sublayers import (
+    FeedForward,
+    LatentAttention,
+    SelfAttention,
+    Sublayer,
+)
 from fastgen.ops import native
 from fastgen.ops.linear import native_for
 from fastgen.ops.native import products as native_products
@@ -181,8 +186,9 @@ class Records:
         """Return whether the shapes of the products and norms of a sublayer match."""
         mixer: Any = sublayer.mixer
         if type(mixer) is Experts:
-            fits = experts.has_shapes(mixer, self.width, panel)
-            return fits and norm_fits(sublayer.norm, self.width, self.dtype)
+            return experts.has_shapes(mixer, self.width, panel) and self._fits_norms(sublayer)
+        if type(mixer) is LatentAttention:
+            return self._fits_latent(sublayer, mixer, panel)
         *parts, out = products_of(sublayer)
         made = sum(part.outputs for part in parts)
         if type(mixer) is FeedForward:
@@ -204,7 +210,40 @@ class Records:
         widths_match = (
             inputs == {self.width} and out.outputs == self.width and cast(Any, out).inputs == mixed
         )
-        return fits and widths_match and norm_fits(sublayer.norm, self.width, self.dtype)
+        return fits and widths_match and self._fits_norms(sublayer)
+
+    def _fits_norms(self, sublayer: Sublayer) -> bool:
+        norms = sublayer.norm, self._own(sublayer)
+        return all(norm_fits(norm, self.width, self.dtype) for norm in norms)
+
+    @staticmethod
+    def _own(sublayer: Sublayer) -> NormLike | None:
+        """Return the norm of a sublayer's output before the residual sum."""
+        mixer = sublayer.mixer
+        return (
+            experts.norm(mixer)
+            if isinstance(mixer, Experts) and sublayer.own is None
+            else sublayer.own
+        )
+
+    def _fits_latent(self, sublayer: Sublayer, mixer: LatentAttention, panel: int) -> bool:
+        """Return whether the shapes of latent attention match, and heads begin at panels."""
+        asked, compress, *others, out = cast(list[Any], products_of(sublayer))
+        *rest, _, _ = others
+        assert mixer.key_norm is not None
+        (latent, _), dims, queries = mixer.cached_dims, mixer.value_dims, [asked, *rest][-1]
+        norms = (mixer.key_norm, latent), (mixer.query_norm, asked.outputs)
+        return (
+            (asked.inputs, compress.inputs, out.outputs) == (self.width,) * 3
+            and compress.outputs == sum(mixer.cached_dims)
+            and queries.outputs == mixer.heads * mixer.dims
+            and all(product.inputs == asked.outputs for product in rest)
+            and out.inputs == mixer.heads * dims
+            and latent % panel == dims % panel == 0
+            and len(rest) == (mixer.query_norm is not None)
+            and all(norm_fits(norm, width, self.dtype) for norm, width in norms)
+            and self._fits_norms(sublayer)
+        )
 
     def ready(self, by: native.Library, source_heads: Callable[[int], int], rows: int = 1) -> bool:
         """Build the records for a library, unless they are up to date.
@@ -256,12 +295,14 @@ class Records:
             record, mixture = experts.record(mixer, of_mixture, self._at)
             self._mixtures.append(mixture)
             record.experts, record.norm = ctypes.addressof(mixture), self._norm(sublayer.norm)
+            record.own = self._norm(self._own(sublayer))
             return record
         parts = [next(weights) for _ in products_of(sublayer)[1:]]
+        of_heads = [parts.pop() for _ in range(2)] if type(mixer) is LatentAttention else ()
         record = c.Sublayer(
             parts=len(parts), part=tuple(parts), out=next(weights), norm=self._norm(sublayer.norm)
         )
-        record.parallel = sublayer.parallel
+        record.parallel, record.own = sublayer.parallel, self._norm(sublayer.own)
         if type(mixer) is FeedForward:
             record.kind, record.activation = c.FEED_FORWARD, native.ACTIVATIONS[mixer.activation]
             if mixer.halves:
@@ -278,7 +319,18 @@ class Records:
                 self._norm(mixer.query_norm),
                 self._norm(mixer.key_norm),
             )
-            record.norms_all_heads, record.sinks = mixer.norms_all_heads, self._at(mixer.sinks)
+            record.norms_all_heads, record.norms_rotated = (
+                mixer.norms_all_heads,
+                mixer.norms_rotated,
+            )
+            record.sinks = self._at(mixer.sinks)
+        elif isinstance(mixer, LatentAttention):
+            record.kind, record.key_heads = c.LATENT_ATTENTION, mixer.heads
+            record.interleaved, record.pairs_apart = mixer.interleaved, mixer.pairs_apart
+            record.query_norm = self._norm(mixer.query_norm)
+            record.key_norm = self._norm(mixer.key_norm)
+            record.latent, record.value_dims = mixer.cached_dims[0], mixer.value_dims
+            record.of_latent, record.to_latent = (weight.panels for weight in of_heads)
         elif type(mixer) is EncoderSelfAttention:
             record.kind, record.key_heads = c.SELF_ATTENTION, mixer.heads
         else:

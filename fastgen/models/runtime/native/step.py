@@ -7,7 +7,7 @@ Python between them. Where C cannot run the sublayers, `models.runtime.decode_st
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fastgen.models.runtime.native.layers import is_left_to_torch, strides, supp
 from fastgen.models.runtime.native.records import Records, Rows
 from fastgen.models.runtime.ragged_step import RaggedStepInputs
 from fastgen.models.runtime.step_inputs import CallStepInputs, StepInputs
-from fastgen.models.runtime.sublayers import FeedForward, SelfAttention, Sublayer
+from fastgen.models.runtime.sublayers import FeedForward, LatentAttention, SelfAttention, Sublayer
 from fastgen.ops import native
 from fastgen.ops.dispatch import in_c, plain, select_backend, unsupported
 from fastgen.ops.native import step as c
@@ -53,11 +53,7 @@ def native_step(sublayers: Sequence[Sublayer], norm_first: bool) -> RunLayers | 
     """
     if not supports_sublayers(sublayers):
         return None
-    records = Records(sublayers, norm_first)
-    mixers = [sublayer.mixer for sublayer in sublayers]
-    in_fp32 = any(isinstance(mixer, SelfAttention) and mixer.rotates_fp32 for mixer in mixers)
-    # C rotates in the model's dtype.
-    return None if in_fp32 and records.dtype != torch.float32 else NativeStep(records)
+    return NativeStep(Records(sublayers, norm_first))
 
 
 class _Place(NamedTuple):
@@ -78,7 +74,7 @@ class NativeStep:
             (i, each.mixer, each.layer) for i, each in enumerate(records.sublayers)
         ]
         self.attending = [
-            (i, mixer, type(mixer) is SelfAttention, layer)
+            (i, mixer, isinstance(mixer, SelfAttention), layer)
             for i, mixer, layer in mixers
             if type(mixer) not in (FeedForward, Experts)
         ]
@@ -272,19 +268,20 @@ class NativeStep:
                     return False
                 masks.add((id(mask), count))
             at_once = _beams(part) if isinstance(part, CallStepInputs) else 1
-            if at_once * (mixer.heads // keys.shape[1]) > native.ROWS or not (
-                of_text or layer.slots
-            ):
+            # C divides the heads of latent attention.
+            heads_at_once = 1 if _is_latent(mixer) else mixer.heads // keys.shape[1]
+            if at_once * heads_at_once > native.ROWS or not (of_text or layer.slots):
                 return False
             if _is(self._checked[i], keys):
                 continue
             heads = keys.shape[1]
+            dims = mixer.cached_dims if of_text else (mixer.dims, mixer.dims)
             if not (
                 mixer.heads % heads == 0
                 and (not of_text or heads == mixer.key_heads)
-                and keys.shape == values.shape
+                and keys.shape[:3] == values.shape[:3]
                 and keys.shape[0] == part.sentences
-                and keys.shape[3] == mixer.dims
+                and (keys.shape[3], values.shape[3]) == dims
                 and keys.stride(3) == values.stride(3) == 1
                 and keys.dtype == values.dtype == self.records.dtype
                 and keys.is_cpu
@@ -347,20 +344,25 @@ class NativeStep:
         for index, mixer, of_text, _ in self.attending:
             if of_text and mixer.rotary is not None:
                 cosine, sine = rotation(mixer.rotary)
-                if not plain(cosine, sine, dtype=self.records.dtype):
+                if not plain(cosine, sine, dtype=cosine.dtype) or cosine.dtype not in (
+                    self.records.dtype,
+                    torch.float32,
+                ):
                     return False
+                # As in `ops.rotation`.
+                wide = mixer.rotates_fp32 or cosine.dtype != self.records.dtype
                 cosine, sine = (part.float().contiguous() for part in (cosine, sine))
                 turned = cosine.shape[-1]
                 if not (
                     turned % 2 == 0
                     and cosine.shape == sine.shape == (len(cosine), 1, turned)
                     and len(cosine) in rows
-                    and turned <= mixer.dims
+                    and (turned == mixer.rope_dim if _is_latent(mixer) else turned <= mixer.dims)
                 ):
                     return False
                 record = self.records.made[index]
                 record.cosine, record.sine = cosine.data_ptr(), sine.data_ptr()
-                record.turned = turned
+                record.turned, record.turned_wide = turned, wide
                 record.turn_row = turned if apart(cosine) else 0
                 held += (cosine, sine)
         return True
@@ -378,7 +380,8 @@ class NativeStep:
             at.count = count = _slots(places[i])
             at.slot, at.bias = count - _beams(part), None
             self._attention = max(
-                self._attention, part.sentences * _beams(part) * mixer.heads * mixer.dims * count
+                self._attention,
+                part.sentences * _beams(part) * mixer.heads * layer.own[0].shape[3] * count,
             )
             mask, at.mask = part.text_mask_with(mixer.bias) if of_text else part.source_mask, None
             if mask is not None:
@@ -407,10 +410,14 @@ def _continue(common: Sequence[Tensor], own: Sequence[Tensor]) -> bool:
     return all(
         plain(first, dtype=rest.dtype)
         and (len(first), first.shape[1], first.shape[3]) == (1, rest.shape[1], rest.shape[3])
-        and first.stride(1) == common[0].stride(1)
+        and (first.shape[1] == 1 or first.stride(1) == common[0].stride(1))
         and first.stride()[2:] == rest.stride()[2:]
         for first, rest in zip(common, own, strict=True)
     )
+
+
+def _is_latent(mixer: Any) -> TypeGuard[LatentAttention]:
+    return isinstance(mixer, LatentAttention)
 
 
 def _parts(context: StepInputs) -> Sequence[Part] | None:

@@ -39,6 +39,11 @@ typedef float quad __attribute__((vector_size(16)));
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec x) { *(vec *)p = x; }
 INLINE void store_quad(float *p, quad x) { __builtin_memcpy(p, &x, sizeof x); }
+INLINE quad load_quad(const float *p) {
+  quad x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
 INLINE ivec load_integers(const void *p) { return *(const ivec *)p; }
 INLINE vec splat(float x) { return x - (vec){}; }
 
