@@ -52,18 +52,22 @@ def norm_reference(
         added: (D,), the bias of the linear layer that produced x, or None.
         rms: divide by the root of the mean square (RMSNorm) instead of subtracting the mean first
             (LayerNorm).
-        offset: the scale is weight + offset; 1 for Gemma's weights, which are differences from one.
+        offset: the scale is weight + offset; 1 for weights of Gemma and Nemotron, which are
+            differences from one.
 
     Returns:
         normalised, total: of x's shape and dtype; total is x itself if nothing is added.
     Numerics: the sum has the dtype of x; everything after it is fp32 (fp64 for fp64). RMSNorm
-    without an offset rounds to the dtype of x before the weight, as transformers' modules do.
+    without an offset rounds to the dtype of x before the weight, and LayerNorm rounds the sum of
+    weight and offset, as transformers' modules do.
     """
     total = x if added is None else x + added
     total = total if residual is None else total + residual
     dtype = x.dtype
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-    scale = None if weight is None else weight.to(wide) + offset if offset else weight
+    scale = weight
+    if weight is not None and offset:
+        scale = (weight.to(wide) if rms else weight) + offset
     if not rms and dtype is wide:
         return torch.layer_norm(total, x.shape[-1:], scale, bias, eps), total
     if not rms:
@@ -198,7 +202,10 @@ def store_normalised(
     if RMS and not OFFSET:
         result = result.to(dtype).to(tl.float32)
     if WEIGHT:
-        result *= tl.load(weight_ptr + dim, mask=inside, other=0.0).to(tl.float32) + offset
+        scale = tl.load(weight_ptr + dim, mask=inside, other=0.0).to(tl.float32) + offset
+        if OFFSET and not RMS:
+            scale = scale.to(dtype).to(tl.float32)
+        result *= scale
     if BIAS:
         result += tl.load(bias_ptr + dim, mask=inside, other=0.0).to(tl.float32)
     tl.store(normalised_ptr + dim, result.to(dtype), mask=inside)

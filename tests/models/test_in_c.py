@@ -49,10 +49,44 @@ OWN: dict[str, Callable[[], Any]] = {
         word_embed_proj_dim=32,
                      init_std=0.3, **_TOKENS)
     ),
+    "bloom": lambda: tf.BloomForCausalLM(
+        tf.BloomConfig(hidden_size=48, n_layer=2, n_head=3, initializer_range=0.3, **_TOKENS)
+    ),
+    "gpt_bigcode": lambda: tf.GPTBigCodeForCausalLM(
+        tf.GPTBigCodeConfig(
+            n_embd=32, n_layer=2, n_head=2, n_positions=256, initializer_range=0.5, **_TOKENS
+        )
+    ),
+    "gpt_bigcode-heads": lambda: tf.GPTBigCodeForCausalLM(
+        tf.GPTBigCodeConfig(
+            n_embd=32, n_layer=2, n_head=2, n_positions=256, initializer_range=0.5,
+            multi_query=False, **_TOKENS,
+        )
+    ),
+    "gpt_neo": lambda: tf.GPTNeoForCausalLM(
+        tf.GPTNeoConfig(
+            hidden_size=32, num_layers=2, num_heads=2, window_size=8, initializer_range=0.3,
+            attention_types=[[["global", "local"], 1]], max_position_embeddings=128, **_TOKENS,
+        )
+    ),
+    "mpt": lambda: tf.MptForCausalLM(
+        tf.MptConfig(
+            d_model=48, n_heads=3, n_layers=2, max_seq_len=64, initializer_range=0.3,
+            use_cache=True, **_TOKENS,
+        )
+    ),
+    "xglm": lambda: tf.XGLMForCausalLM(
+        tf.XGLMConfig(
+            d_model=32, ffn_dim=48, num_layers=2, attention_heads=2, init_std=0.3,
+            max_position_embeddings=128, decoder_start_token_id=zoo.START, **_TOKENS,
+        )
+    ),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**zoo._DECODER, sliding_window=64)),
     "phi3": lambda: tf.Phi3ForCausalLM(
         tf.Phi3Config(**zoo._without("head_dim", "intermediate_size"), intermediate_size=64)
     ),
+    # Without norms of queries and keys, which have weights of their own for each head.
+    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**zoo._DECODER, logit_scale=0.5)),
     "glm": lambda: tf.GlmForCausalLM(tf.GlmConfig(**zoo._DECODER | {"intermediate_size": 64})),
     "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**zoo._DECODER | {"intermediate_size": 64})),
     "helium": lambda: tf.HeliumForCausalLM(
@@ -167,28 +201,11 @@ EXPERTS = (
     "granitemoe", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "mixtral", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_moe", "solar_open",
 )  # fmt: skip
-NOT_WRITTEN = {
-    # QKV weights that are interleaved by head or in another order.
-    "bloom",
-    "codegen",
-    "falcon",
-    "gpt_neox",
-    "persimmon",
-    # A soft cap of the scores.
-    "gemma2",
-    # Norms of the family's own modules.
-    "cohere",
-    "cohere2",
-    "olmo",
-    "nemotron",
-    # A mask token after each newest one.
-    "unilm",
-    # Heads of 8 dimensions in the zoo.
-    "gpt_bigcode",
-    "gpt_neo",
-    "mpt",
-    "xglm",
-}
+NOT_WRITTEN = {"unilm"}  # a mask token after each newest one
+FAMILIES = sorted(
+    {"falcon-40b", "falcon-11b", "falcon-rw", "gpt_bigcode-heads", "stablelm-parallel"}
+    | set(SPECS) & set(zoo.FAMILIES | zoo.MORE)
+)
 METHODS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 4, "eos_token_id": [2, 7, 9, 30], "no_repeat_ngram_size": 2},
@@ -214,6 +231,7 @@ def widen(patch: pytest.MonkeyPatch) -> None:
             {"hidden_size": 64, "head_dim": 16, "intermediate_size": 40, "initializer_range": 0.3},
         ),
         (zoo._GPTJ, {"n_embd": 64}),
+        (zoo._FALCON, {"hidden_size": 64}),
     ):
         for name, value in values.items():
             patch.setitem(sizes, name, value)
@@ -228,7 +246,7 @@ def _steps() -> int:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", sorted(set(SPECS) & set(zoo.FAMILIES | zoo.MORE)))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_family(variant: str, family: str, method: str) -> None:  # noqa: F811
     model = zoo.build(family, torch.float32)
     for padding in ("none", "natural"):
@@ -268,8 +286,12 @@ def test_sliding_windows(
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     "family",
-    ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt", *EXPERTS],
-)
+    [
+        "marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt", "bloom", "codegen",
+        "cohere", "falcon-40b", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense",
+        "nemotron", "olmo", "olmo2", "persimmon", *EXPERTS,
+    ],
+)  # fmt: skip
 def test_logits(variant: str, family: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """The logits of every step equal those of single operations, for any number of threads."""
     model = zoo.build(family, torch.float32)
@@ -528,7 +550,7 @@ def test_experts_are_not_rounded_to_int8(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("family", sorted(set(SPECS) & set(zoo.FAMILIES | zoo.MORE) - set(EXPERTS)))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(EXPERTS)))
 def test_half_precision(variant: str, family: str, dtype: torch.dtype) -> None:  # noqa: F811
     """Steps run in C where they do in fp32, and round no worse than transformers.
 
@@ -551,7 +573,8 @@ def test_half_precision(variant: str, family: str, dtype: torch.dtype) -> None: 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
-    "family", ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt"]
+    "family",
+    ["marian", "t5", "llama", "qwen3", "phi", "gpt2", "mistral", "opt", "gemma2", "codegen"],
 )
 def test_searches_in_half_precision(
     variant: str,  # noqa: F811

@@ -18,6 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import config
@@ -839,6 +844,37 @@ def test_norms_with_gradients_or_another_dtype() -> None:
         with torch.no_grad():
             assert torch.equal(module(x.double()), type(module).forward(module, x.double()))
             assert not isinstance(copy.deepcopy(module).__dict__.get("forward"), norms.RMSNorm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("made", "rms", "offset"),
+    [
+        (lambda: CohereLayerNorm(48), False, 0.0),
+        (lambda: NemotronLayerNorm1P(48), False, 1.0),
+        (lambda: NemotronLayerNorm1P(48, bias=False), False, 1.0),
+        (lambda: OlmoLayerNorm(48), False, 0.0),
+        (lambda: LlamaRMSNorm(48), True, 0.0),
+        (lambda: GemmaRMSNorm(48), True, 1.0),
+    ],
+)
+def test_norms_of_transformers(
+    made: Callable[[], nn.Module], rms: bool, offset: float, dtype: torch.dtype
+) -> None:
+    """LayerNorms are identified by their results, too, and rounded where their modules round."""
+    module = made().to(dtype).eval().requires_grad_(False)
+    for i, parameter in enumerate(module.parameters()):
+        parameter.copy_(_randn(*parameter.shape, seed=i))
+    found = norms.norm_of(module)
+    assert found is not None
+    assert (found.rms, found.offset) == (rms, offset)
+    for size in (1.0, 1e-3):
+        x = (_randn(5, 48, seed=7) * size).to(dtype)
+        torch.testing.assert_close(found(x)[0], module(x), atol=2e-6, rtol=0)
+
+
+def test_a_norm_of_several_heads_is_none() -> None:
+    assert norms.norm_of(CohereLayerNorm((2, 8))) is None
 
 
 def test_a_class_that_computes_something_else_is_no_norm() -> None:

@@ -12,7 +12,7 @@ from fastgen.models.layers import activation
 from fastgen.models.layers.called import ModuleLinear, sizes_of
 from fastgen.models.layers.linear import Product, is_linear, product, products
 from fastgen.models.layers.low_rank import Adapter, LowRank
-from fastgen.models.layers.norm import ModuleNorm, Norm, rms_norm
+from fastgen.models.layers.norm import ModuleNorm, Norm, norm_of
 
 
 class LayerReader:
@@ -107,16 +107,15 @@ class LayerReader:
         if type(module) is nn.LayerNorm:
             self.fingerprint.append(module.eps)
             return Norm(module.weight, module.bias, module.eps)
-        if type(module).__name__ in _OWN_NORMS:
-            self.fingerprint.append(getattr(module, "variance_epsilon", None))
-            return ModuleNorm(module)
-        rms = rms_norm(module)
-        if rms is None:
+        if type(module).__name__ == "CohereLayerNorm" and module.weight.dim() > 1:
+            self.fingerprint.append(module.variance_epsilon)
+            return ModuleNorm(module)  # It has weights of its own for each head.
+        norm = norm_of(module)
+        if norm is None:
             raise NotFused(f"a {name_of(module)} in place of a norm")
-        self.fingerprint += (rms.eps, rms.offset)
-        if self.dtype == torch.float64:  # toolkit norms compute float64 in float32
-            return ModuleNorm(module)
-        return Norm(module.weight, None, rms.eps, rms=True, offset=rms.offset)
+        self.fingerprint += (norm.eps, norm.rms, norm.offset)
+        # Toolkit norms compute float64 in float32.
+        return ModuleNorm(module) if self.dtype == torch.float64 else norm
 
     def activation(self, function: Any) -> str:
         if isinstance(function, nn.Module):
@@ -128,7 +127,3 @@ class LayerReader:
             )
         self.fingerprint.append(kind)
         return kind
-
-
-_OWN_NORMS = ("CohereLayerNorm", "Cohere2LayerNorm", "NemotronLayerNorm1P", "OlmoLayerNorm")
-"""Transformers norms that are neither LayerNorm nor RMSNorm; their own forward runs."""

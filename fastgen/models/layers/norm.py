@@ -74,6 +74,8 @@ class Norm:
 
 
 _EPS = ("variance_epsilon", "eps")  # attribute names in transformers' classes
+EPS = 1e-5
+"""What norms without such an attribute may add."""
 
 
 class RMSNorm(Routed):
@@ -101,15 +103,15 @@ class RMSNorm(Routed):
         return norm(hidden_states, weight, eps=self.eps, rms=True, offset=self.offset)[0]
 
 
-class Offsets(CachedState):
-    """Offset of each RMSNorm by class and forward, as a class's forward may be replaced.
+class Forms(CachedState):
+    """What each norm of transformers computes, by its class, forward and parameters.
 
     Attributes:
-        known: 0 or 1; None for a class that computes something else.
+        known: `rms` and `offset` of `Norm`; None for a class that computes something else.
     """
 
     def __init__(self) -> None:
-        self.known: dict[tuple[type, object], float | None] = {}
+        self.known: dict[tuple[object, ...], tuple[bool, float] | None] = {}
 
 
 def applies(model: nn.Module) -> bool:
@@ -133,59 +135,77 @@ def norms(modules: Iterable[nn.Module]) -> Iterator[RMSNorm]:
 
 
 def rms_norm(module: nn.Module) -> RMSNorm | None:
-    """Return the forward for an RMSNorm of a transformers class; None for any other module.
+    """Return the forward for an RMSNorm of a transformers class; None for any other module."""
+    found = norm_of(module)
+    if found is None or not found.rms or found.weight is None or found.bias is not None:
+        return None
+    return RMSNorm(module, found.eps, found.offset)
+
+
+def norm_of(module: nn.Module) -> Norm | None:
+    """Return the LayerNorm or RMSNorm of a transformers class; None for any other module.
 
     Classes are identified by the values they compute.
     """
-    kind = type(module)
-    if not _is_named_so(kind):
+    kind, parameters = type(module), module._parameters
+    if (
+        not _is_named_so(kind)
+        or not parameters.keys() <= {"weight", "bias"}
+        or module._modules
+        or module._buffers
+        or not all(map(_is_vector, parameters.values()))
+    ):
         return None
-    eps = next(
-        (value for name in _EPS if isinstance(value := getattr(module, name, None), float)), None
-    )
-    if eps is None or not _is_plain(module):
-        return None
-    key = kind, kind.forward
-    offsets = process_state().of(Offsets).known
-    if key not in offsets:
-        offsets[key] = _offset(module, eps)
-    offset = offsets[key]
-    return None if offset is None else RMSNorm(module, eps, offset)
+    eps = next((eps for name in _EPS if isinstance(eps := getattr(module, name, None), float)), EPS)
+    weight, bias = map(parameters.get, ("weight", "bias"))
+    key = kind, kind.forward, weight is None, bias is None
+    forms = process_state().of(Forms).known
+    if key not in forms:
+        forms[key] = _form(module, eps)
+    form = forms[key]
+    return None if form is None else Norm(weight, bias, eps, *form)
 
 
 @functools.cache
 def _is_named_so(kind: type) -> bool:
-    return kind.__name__.endswith("Norm") and kind.__module__.startswith("transformers.")
+    return "Norm" in kind.__name__ and kind.__module__.startswith("transformers.")
 
 
-def _is_plain(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
-    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
-    return alone and type(weight) is nn.Parameter and weight.dim() == 1 and not weight.is_meta
-
-
-def _offset(module: nn.Module, eps: float) -> float | None:
-    """Return the offset (0 or 1) of the RMSNorm a module computes; None for other modules."""
-    parameter: Any = module.weight
-    count, like = len(parameter), {"dtype": torch.float32, "device": parameter.device}
-    weight, x = (
-        torch.linspace(0.5, 1.5, count, **like),
-        torch.linspace(-3, 2, 2 * count, **like).view(2, -1).sin(),
+def _is_vector(parameter: nn.Parameter | None) -> bool:
+    return parameter is None or (
+        type(parameter) is nn.Parameter and parameter.dim() == 1 and not parameter.is_meta
     )
-    kind: Any = type(module)
+
+
+def _form(module: Any, eps: float) -> tuple[bool, float] | None:
+    """Return `rms` and `offset` (0 or 1) of the norm a module computes; None for other modules."""
+    held = {name: each for name, each in module._parameters.items() if each is not None}
+    if not held and not hasattr(module, "normalized_shape"):
+        return None
+    count = len(next(iter(held.values()))) if held else module.normalized_shape[-1]
+    like = {
+        "dtype": torch.float32,
+        "device": next(iter(held.values())).device if held else "cpu",
+    }
+    x = torch.linspace(-3, 2, 2 * count, **like).view(2, -1).sin()
+    x[1] *= 1e-3  # Makes eps count.
+    values = {name: torch.linspace(0.5, 1.5, count, **like) for name in held}
     probe = copy.copy(module)
-    probe._parameters = {"weight": nn.Parameter(weight)}
+    probe._parameters = dict.fromkeys(module._parameters) | {
+        name: nn.Parameter(value) for name, value in values.items()
+    }
+    weight, bias = map(values.get, ("weight", "bias"))
     with torch.no_grad():
         try:
-            actual = kind.forward(probe, x)
+            actual = type(module).forward(probe, x)
         except (RuntimeError, TypeError, ValueError):
             return None
-        for offset in (0.0, 1.0):
-            expected = norm_reference(x, weight, eps=eps, rms=True, offset=offset)[0]
+        for rms, offset in ((True, 0.0), (True, 1.0), (False, 0.0), (False, 1.0)):
+            expected = norm_reference(x, weight, bias, eps, rms=rms, offset=offset)[0]
             if (
                 actual.shape == expected.shape
                 and actual.dtype == expected.dtype
                 and torch.allclose(actual, expected, atol=1e-5)
             ):
-                return offset
+                return rms, offset
     return None

@@ -76,6 +76,8 @@ def why_no_bounds(step: DecoderStep, rows: int) -> str:
         return f"FASTGEN_PRECISION={settings.precision}"
     if type(head) is not Linear or not isinstance(step.run_layers, NativeStep):
         return "decode steps are not written in C"
+    if step.softcap:
+        return "logits have a soft cap"
     if rows > MOST_ROWS:
         return f"{rows} rows, more than {MOST_ROWS}"
     if head.dtype not in logit_bounds.DTYPES:

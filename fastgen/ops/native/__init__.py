@@ -23,8 +23,8 @@ from fastgen.ops.torch_private import is_observed
 
 LIBRARIES = Path(__file__).parent / "lib"
 
-HEAD_DIMS = (16, 32, 48, 64, 80, 96, 128)
-"""Head dimensions that attention is compiled for."""
+HEAD_DIMS = tuple(range(16, 257, 16))
+"""Head dimensions that attention covers."""
 
 ROWS = 128
 """Largest number of beams times query heads per key head."""

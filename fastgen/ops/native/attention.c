@@ -151,6 +151,9 @@ INLINE float weigh(const Attention *job, Space *at, int64_t r) {
   float *scores = at->scores + r * at->pitch;
   const int32_t *own = at->own + r * job->count;
   const int64_t shared = at->shared_count, count = shared + at->own_count[r];
+  if (job->softcap)
+    for (int64_t n = 0; n < count; n += WIDTH)
+      store(scores + n, hyperbolic_tangent(load(scores + n) / job->softcap) * job->softcap);
   if (job->bias) add_to_scores(scores, at->bias[r], own, shared, count, at->shared);
   if (job->mask) add_to_scores(scores, at->mask[r], own, shared, count, at->shared);
   for (int64_t s = count; s % WIDTH; s++) scores[s] = -INFINITY;

@@ -22,7 +22,7 @@ typedef struct {
   float *weights;                     /* (B, M, N) contiguous, the mean over the heads; or NULL */
   int64_t sentences, beams, key_heads, groups, count, dims, slot;
   int64_t dtype, out_dtype;           /* out is rounded to the latter */
-  float scale;
+  float scale, softcap;               /* scores become softcap tanh(score / softcap); 0 for none */
   int64_t out_b, query_b, query_m, query_h, keys_b, keys_h, keys_n, values_b, values_h, values_n;
   int64_t mask_b, mask_h, mask_m, bias_b, bias_h;
   int64_t common, common_h;           /* their number C, and the stride of a head */

@@ -117,9 +117,26 @@ static unsigned threads_of_head(const Decoder *model) {
   return threads_for(model, model->step->rows * model->step->width * model->head.outputs);
 }
 
+/* logits = softcap tanh(logits / softcap), where each operation is rounded, as in the toolkit. */
+INLINE void cap_row(float *logits, int64_t count, float softcap, const int dtype) {
+  for (int64_t v = 0; v < count; v += WIDTH) {
+    const vec share = rounded(load_some(logits, v, count - v, FP32) / softcap, dtype);
+    const vec capped = rounded(hyperbolic_tangent(share), dtype) * softcap;
+    store_some(logits, v, rounded(capped, dtype), count - v, FP32);
+  }
+}
+
+static void cap_rows(void *given, Tasks *tasks) {
+  const Decoder *model = given;
+  const int64_t V = model->head.outputs;
+  for (int64_t r; (r = next(tasks)) >= 0;)
+    WITH_DTYPE(model->step->dtype, cap_row, model->logits + r * V, V, (float)model->softcap)
+}
+
 static void multiply_head(const Decoder *model) {
-  multiply(OURS, threads_of_head(model), model->step, &model->head, model->step->x,
-           model->logits);
+  const unsigned threads = threads_of_head(model);
+  multiply(OURS, threads, model->step, &model->head, model->step->x, model->logits);
+  if (model->softcap) in_parallel(OURS, threads, cap_rows, (void *)model, model->step->rows);
 }
 
 /* Computes the logits of the newest tokens. Returns why it could not. */

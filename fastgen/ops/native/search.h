@@ -38,7 +38,7 @@ typedef struct {
   int64_t norm_tokens, work;        /* whether `embedded` excludes positions; multiplications per
                                        row in a product, on average */
   Weight head;
-  double head_scale;
+  double head_scale, softcap;       /* softcap: of the logits, or 0 */
   float *logits;                    /* (R, V), rounded to the step's dtype; (2 R, V) with bounds */
   LogitBounds *bounds;              /* of the head, or NULL */
   int64_t threads;                  /* the most to use */

@@ -31,6 +31,7 @@ class Decoder(ctypes.Structure):
         work: approximate multiplications per row in a product.
         head: the packed output projection.
         head_scale: the factor of its input.
+        softcap: the soft cap of the logits; 0 for none.
         logits: (R, V) fp32, with values rounded to the step's dtype; (2 R, V) with `bounds`.
         bounds: `LogitBounds` of the head, or NULL.
         threads: the largest number of threads.
@@ -43,8 +44,8 @@ class Decoder(ctypes.Structure):
         *fields(INTEGER, "vocabulary token_row position_row padding padding_row"),
         ("scale", DOUBLE),
         *fields(Norm, "embedded first"), *fields(INTEGER, "norm_tokens work"), ("head", Weight),
-        ("head_scale", DOUBLE), *fields(POINTER, "logits bounds"), ("threads", INTEGER),
-        ("began", POINTER),
+        *fields(DOUBLE, "head_scale softcap"), *fields(POINTER, "logits bounds"),
+        ("threads", INTEGER), ("began", POINTER),
     ]  # fmt: skip
 
 

@@ -23,6 +23,14 @@ typedef struct {
   int64_t rows, row, pieces, width, dtype;
 } Norming;
 
+/* Brings the outputs of a single product, which lie block by block, in the order queries, keys,
+ * values; a key head of which there are too few is repeated for the query heads that read it. */
+typedef struct {
+  float *out;
+  const float *in;
+  const Sublayer *of;
+} Ordering;
+
 /* Rotary positions (Su et al. 2021) of all heads of queries and keys. */
 typedef struct {
   float *x;
@@ -42,6 +50,7 @@ typedef union {
   Product product;
   Attention attention;
   Norming norming;
+  Ordering ordering;
   Rounding rounding;
   Turning turning;
   Mixing mixing;
@@ -64,10 +73,12 @@ static void add(Program *to, void (*work)(void *, Tasks *), const void *job, siz
 }
 
 /* The scaled and shifted rest of a row whose values are `y` so far. RMSNorm rounds before the
- * weight, unless that is stored as the difference from one, as the toolkits' modules do. */
-#define SCALED(y, weight_at_c, bias_at_c, round) \
+ * weight, unless that is stored as the difference from one; LayerNorm rounds such a sum, as the
+ * toolkits' modules do. */
+#define FINISHED(y, weight_at_c, bias_at_c, round) \
   if (norm->kind == RMS_NORM && !norm->offset) y = round(y, dtype); \
-  if (norm->weight) y *= weight_at_c + offset; \
+  if (norm->weight && norm->kind == LAYER_NORM) y *= round(weight_at_c + offset, dtype); \
+  if (norm->weight && norm->kind == RMS_NORM) y *= weight_at_c + offset; \
   if (norm->bias) y += bias_at_c; \
   y = round(y, dtype);
 
@@ -90,12 +101,12 @@ INLINE void norm_row_as(float *out, const float *in, const Norm *norm, int64_t C
   const float offset = norm->offset;
   for (int64_t c = 0; c < whole; c += WIDTH) {
     vec y = (load(in + c) - mean) * scale;
-    SCALED(y, load_as(norm->weight, c, dtype), load_as(norm->bias, c, dtype), rounded)
+    FINISHED(y, load_as(norm->weight, c, dtype), load_as(norm->bias, c, dtype), rounded)
     store(out + c, y);
   }
   for (int64_t c = whole; c < C; c++) {
     float y = (in[c] - mean) * scale;
-    SCALED(y, number_at(norm->weight, c, dtype), number_at(norm->bias, c, dtype), rounded_number)
+    FINISHED(y, number_at(norm->weight, c, dtype), number_at(norm->bias, c, dtype), rounded_number)
     out[c] = y;
   }
 }
@@ -132,6 +143,32 @@ static void normalise_rows(void *given, Tasks *tasks) {
       norm_row(job->out + at, job->in + at, job->norm, job->width, job->dtype);
     }
   }
+}
+
+/* Key heads that a single product of queries, keys and values outputs. */
+static int64_t key_heads_made(const Sublayer *of) {
+  return (of->part[0].outputs / of->dims - of->heads) / 2;
+}
+
+static void order_rows(void *given, Tasks *tasks) {
+  const Ordering *job = given;
+  const Sublayer *of = job->of;
+  const int64_t D = of->dims, block = of->part[0].outputs / of->blocks;
+  const int64_t queries = of->heads / of->blocks, keys = key_heads_made(of) / of->blocks;
+  const int64_t key_heads = of->key_heads / of->blocks, times = key_heads / keys;
+  const int64_t row = (of->heads + 2 * of->key_heads) * D;
+  for (int64_t r; (r = next(tasks)) >= 0;)
+    for (int64_t b = 0; b < of->blocks; b++) {
+      const float *in = job->in + r * of->part[0].outputs + b * block;
+      float *out = job->out + r * row;
+      memcpy(out + b * queries * D, in, sizeof(float) * queries * D);
+      for (int64_t i = 0; i < 2; i++) {
+        const float *heads = in + (queries + (of->values_first ? 1 - i : i) * keys) * D;
+        float *to = out + (of->heads + i * of->key_heads + b * key_heads) * D;
+        for (int64_t h = 0; h < key_heads; h++)
+          memcpy(to + h * D, heads + h / times * D, sizeof(float) * D);
+      }
+    }
 }
 
 /* The result is rounded to dtype, each operation to `within`. */
@@ -265,12 +302,15 @@ static int64_t add_parts(Program *to, const Step *step, const Sublayer *of, cons
                          unsigned threads) {
   int64_t row = 0;
   for (int64_t i = 0; i < of->parts; i++) row += of->part[i].outputs;
-  float *out = step->wide;
+  float *out = of->blocks ? step->mixed : step->wide;
   add_adapters(to, step, of->part, of->parts, x, threads);
   for (int64_t i = 0; i < of->parts; out += of->part[i++].outputs)
     add_product(to, adapted(step, of->part, of->parts, i, x, out, row), threads,
                 i + 1 < of->parts);
-  return row;
+  if (!of->blocks) return row;
+  Ordering job = {.out = step->wide, .in = step->mixed, .of = of};
+  add(to, order_rows, &job, sizeof job, step->rows, 0);
+  return (of->heads + 2 * of->key_heads) * of->dims;
 }
 
 static void add_head_norm(Program *to, const Step *step, const Sublayer *of, const Norm *norm,
@@ -300,15 +340,19 @@ static void add_rotation(Program *to, const Step *step, const Sublayer *of, int6
   add(to, turn_rows, &job, sizeof job, step->rows, 0);
 }
 
+static void add_head_norms(Program *to, const Step *step, const Sublayer *of, int64_t row) {
+  if (of->query_norm.kind == UNNORMED) return;
+  add_head_norm(to, step, of, &of->query_norm, step->wide, row, of->heads);
+  float *keys = step->wide + of->heads * of->dims;
+  add_head_norm(to, step, of, &of->key_norm, keys, row, of->key_heads);
+}
+
 static void add_attention(Program *to, const Step *step, const Sublayer *of, const Seen *seen,
                           int64_t row, unsigned threads, int64_t number) {
   const int64_t of_queries = of->heads * of->dims, of_keys = of->key_heads * of->dims;
-  if (of->cosine && of->norms_rotated) add_rotation(to, step, of, row, number);
-  if (of->query_norm.kind != UNNORMED) {
-    add_head_norm(to, step, of, &of->query_norm, step->wide, row, of->heads);
-    add_head_norm(to, step, of, &of->key_norm, step->wide + of_queries, row, of->key_heads);
-  }
-  if (of->cosine && !of->norms_rotated) add_rotation(to, step, of, row, number);
+  if (!of->norms_rotated) add_head_norms(to, step, of, row);
+  if (of->cosine) add_rotation(to, step, of, row, number);
+  if (of->norms_rotated) add_head_norms(to, step, of, row);
   for (int64_t i = 0; i < step->call_count; i++) {
     const Rows *call = &step->calls[i];
     const Seen *at = &seen[i];
@@ -319,7 +363,8 @@ static void add_attention(Program *to, const Step *step, const Sublayer *of, con
         .key_heads = of->key_heads, .groups = of->heads / of->key_heads, .count = at->count,
         .dims = of->dims, .sinks = of->sinks, .slot = at->slot, .dtype = step->dtype,
         .out_dtype = step->dtype, .of_text = of->kind == SELF_ATTENTION && at->keys,
-        .scale = of->scale, .out_b = call->beams * of_queries, .query_b = call->beams * row,
+        .scale = of->scale, .softcap = of->softcap, .out_b = call->beams * of_queries,
+        .query_b = call->beams * row,
         .query_m = row, .query_h = of->dims, .keys_b = at->keys_b, .keys_h = at->keys_h,
         .keys_n = at->keys_n, .values_b = at->values_b, .values_h = at->values_h,
         .values_n = at->values_n,
@@ -493,10 +538,10 @@ int64_t step_size(void) {
 /* Runs all sublayers, and leaves the input of the head in x. Returns 0 if there was no memory.
  * number: index of the step, among several whose rotations, biases and weights are concatenated. */
 int step_at(parallel run, unsigned threads, const Step *step, int64_t number) {
-  /* Phases of a sublayer: three products of x, two norms of heads, the rotation, the output
-   * projection, the norm, and two roundings to bytes; two products of each adapter; and attention
-   * of each call. Experts have three products of the expert that all rows share, a rounding, seven
-   * phases of their own, and the norm. */
+  /* Phases of a sublayer: three products of x, or one and its order, two norms of heads, the
+   * rotation, the output projection, the norm, and two roundings to bytes; two products of each
+   * adapter; and attention of each call. Experts have three products of the expert that all rows
+   * share, a rounding, seven phases of their own, and the norm. */
   int64_t most = 0;
   for (int64_t s = 0; s < step->sublayer_count; s++) {
     const Sublayer *of = &step->sublayers[s];

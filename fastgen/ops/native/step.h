@@ -70,11 +70,13 @@ typedef struct {
   Norm norm, own, query_norm, key_norm;
   int64_t parallel;             /* whether norm applies to the incoming stream, without the sum */
   int64_t heads, key_heads, dims;
-  int64_t norms_all_heads;          /* whether norms of queries and keys cover all heads together */
-  int64_t norms_rotated;            /* whether these norms come after the rotation */
-  double scale;
+  int64_t norms_all_heads;      /* whether norms of queries and keys cover all heads together */
+  int64_t norms_rotated;        /* whether these norms come after the rotation */
+  int64_t blocks, values_first; /* of a single product, which alternates queries, keys and values
+                                   of some heads, or queries, values and keys; 0 for all at once */
+  double scale, softcap;        /* softcap: of scores, or 0 */
   const void *sinks;            /* as in `Attention`, of the step's dtype; or NULL */
-  int64_t activation;               /* the activation of the wide layer */
+  int64_t activation;           /* the activation of the wide layer */
   const Mixture *experts;       /* of a mixture of experts, else NULL */
   const float *cosine, *sine;   /* (R or 1, E), which rotate the first E of each head; or NULL */
   int64_t turned, turn_row, interleaved;

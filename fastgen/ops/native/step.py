@@ -149,7 +149,11 @@ class Sublayer(ctypes.Structure):
         dims: the head dimension.
         norms_all_heads: whether `query_norm` and `key_norm` cover all heads together.
         norms_rotated: whether they come after the rotation.
+        blocks: blocks of the outputs of a single product, each with the queries, keys and values of
+            some heads; 0 for all queries, then all keys, then all values.
+        values_first: whether values come before keys in a block.
         scale: the factor of query times key.
+        softcap: the soft cap of the scores; 0 for none.
         sinks: (heads,), one more score per query head, of no key; or NULL.
         activation: the activation function of the wide layer, a code of `ops.native.ACTIVATIONS`.
         experts: the `Mixture`; or NULL.
@@ -171,7 +175,7 @@ class Sublayer(ctypes.Structure):
         *fields(INTEGER, "kind parts"), ("part", Weight * 3), ("out", Weight),
         *fields(Norm, "norm own query_norm key_norm"),
         *fields(INTEGER, "parallel heads key_heads dims norms_all_heads norms_rotated"),
-        ("scale", DOUBLE),
+        *fields(INTEGER, "blocks values_first"), *fields(DOUBLE, "scale softcap"),
         ("sinks", POINTER), ("activation", INTEGER), *fields(POINTER, "experts cosine sine"),
         *fields(INTEGER, "turned turn_row interleaved turned_wide latent value_dims pairs_apart"),
         *fields(POINTER, "to_latent of_latent"),

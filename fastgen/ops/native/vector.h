@@ -53,6 +53,19 @@ INLINE vec logistic(vec x) {
   return (vec)((negative & low) | (~negative & (ivec)(1.0f - (vec)low)));
 }
 
+/* The hyperbolic tangent, to 3 units in the last place: a polynomial near 0, else
+ * 1 - 2 / (1 + e^2x). Source: Moshier's Cephes library, tanhf. */
+INLINE vec hyperbolic_tangent(vec x) {
+  const vec square = x * x;
+  vec y = splat(-5.70498872745e-3f);
+  y = y * square + 2.06390887954e-2f;
+  y = y * square - 5.37397155531e-2f;
+  y = y * square + 1.33314422036e-1f;
+  y = y * square - 3.33332819422e-1f;
+  const ivec small = magnitude(x) < 0.625f, near = (ivec)(y * square * x + x);
+  return (vec)((small & near) | (~small & (ivec)(1.0f - 2.0f * logistic(-2.0f * x))));
+}
+
 /* The error function, to 2e-7. Source: Abramowitz and Stegun 1964, 7.1.26. */
 INLINE vec error_function(vec x) {
   vec size = magnitude(x), t = 1.0f / (1.0f + 0.3275911f * size), y = splat(1.061405429f);

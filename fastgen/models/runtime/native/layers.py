@@ -79,13 +79,11 @@ def _supports_mixer(mixer: Any) -> bool:
         if sinks is not None and not (is_readable(sinks) and sinks.is_contiguous()):
             return False
         norms = [norm for norm in (mixer.query_norm, mixer.key_norm) if norm is not None]
-        in_order = len(mixer.projections) == 3 or (mixer.blocks == 1 and not mixer.values_first)
-        plainly = in_order and not mixer.repeats_kv and mixer.softcap is None
         return (
-            plainly
-            and len(norms) != 1
+            len(norms) != 1
             and all(map(is_norm, norms))
             and mixer.dims in native.HEAD_DIMS
+            and (len(mixer.projections) == 1 or not mixer.repeats_kv)
         )
     if type(mixer) is LatentAttention:
         norms = [mixer.key_norm, *([] if mixer.query_norm is None else [mixer.query_norm])]
@@ -197,23 +195,39 @@ def products_of(sublayer: Sublayer) -> Sequence[Any]:
     return [*parts, sublayer.out]
 
 
+def in_blocks(mixer: object) -> TypeGuard[SelfAttention]:
+    """Return whether the outputs of a single product have another order than that of C."""
+    return (
+        type(mixer) is SelfAttention
+        and len(mixer.projections) == 1
+        and (mixer.blocks > 1 or mixer.values_first or mixer.repeats_kv)
+    )
+
+
 def input_elements(sublayer: Sublayer) -> int:
-    """Return the elements per row that the input products of a sublayer output."""
+    """Return the elements per row that C reads from the input products of a sublayer."""
     if isinstance(sublayer.mixer, Experts):
         return experts.made(sublayer.mixer)[0]
     if isinstance(mixer := sublayer.mixer, LatentAttention):
         cached = sum(mixer.cached_dims)  # Once more after the norm and the rotation, and per head.
         return sum(p.outputs for p in mixer.projections) + (2 + mixer.heads) * cached
+    if in_blocks(mixer):
+        return (mixer.heads + 2 * mixer.key_heads) * mixer.dims
     return sum(product.outputs for product in products_of(sublayer)[:-1])
 
 
 def mixer_elements(sublayer: Sublayer) -> int:
-    """Return the elements per row of a sublayer's attention or feed-forward output."""
+    """Return the elements per row of a sublayer's attention or feed-forward output.
+
+    C writes the outputs of a single product there before it orders them.
+    """
     mixer: Any = sublayer.mixer
     if isinstance(mixer, Experts):
         return experts.made(mixer)[1]
     if isinstance(mixer, LatentAttention):  # Outputs, and those in the space of latent vectors.
         return mixer.heads * (mixer.cached_dims[0] + mixer.value_dims)
+    if in_blocks(mixer):
+        return max(mixer.heads * mixer.dims, mixer.projections[0].outputs)
     return mixer.activated.outputs if isinstance(mixer, FeedForward) else mixer.heads * mixer.dims
 
 

@@ -136,6 +136,7 @@ def prepared(
         norm_tokens=embedding.norm_tokens,
         work=inner.records.work,
         head_scale=step.scale,
+        softcap=step.softcap or 0.0,
         logits=logits.data_ptr(),
         began=began.data_ptr(),
     )
@@ -205,7 +206,6 @@ def supports_steps(step: DecoderStep) -> bool:
         and isinstance(step.run_layers, NativeStep)
         and all(norm is None or norm is unnormed or is_norm(norm) for norm in norms)
         and isinstance(step.head, Linear)
-        and step.softcap is None
         and (step.bias is None or step.head.module.bias is None)
     )
 

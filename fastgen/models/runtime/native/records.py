@@ -23,6 +23,7 @@ from fastgen.models.runtime.native import experts
 from fastgen.models.runtime.native.layers import (
     adapter_elements,
     down_weight,
+    in_blocks,
     input_elements,
     mixer_elements,
     norm_fits,
@@ -201,6 +202,8 @@ class Records:
                 EncoderSelfAttention: lambda: mixer.heads,
             }
             fits = made == mixed + 2 * mixer.dims * key_heads.get(type(mixer), lambda: 0)()
+        if in_blocks(mixer):
+            fits = _blocks_fit(mixer, made)
         if type(mixer) is SelfAttention:
             for norm, heads in ((mixer.query_norm, mixer.heads), (mixer.key_norm, mixer.key_heads)):
                 width = mixer.dims * heads if mixer.norms_all_heads else mixer.dims
@@ -323,7 +326,9 @@ class Records:
                 mixer.norms_all_heads,
                 mixer.norms_rotated,
             )
-            record.sinks = self._at(mixer.sinks)
+            record.sinks, record.softcap = self._at(mixer.sinks), mixer.softcap or 0.0
+            if in_blocks(mixer):
+                record.blocks, record.values_first = mixer.blocks, mixer.values_first
         elif isinstance(mixer, LatentAttention):
             record.kind, record.key_heads = c.LATENT_ATTENTION, mixer.heads
             record.interleaved, record.pairs_apart = mixer.interleaved, mixer.pairs_apart
@@ -462,6 +467,20 @@ class Records:
             low_at if self._low else None,
         )
         return step, [scratch, placed]
+
+
+def _blocks_fit(mixer: SelfAttention, made: int) -> bool:
+    """Return whether the heads of a single product, of `made` outputs, fill its blocks evenly."""
+    heads = made // mixer.dims
+    key_heads = (heads - mixer.heads) // 2
+    return (
+        heads * mixer.dims == made
+        and key_heads > 0
+        and heads == mixer.heads + 2 * key_heads
+        and mixer.heads % mixer.blocks == key_heads % mixer.blocks == 0
+        and mixer.heads % key_heads == 0
+        and mixer.key_heads == (mixer.heads if mixer.repeats_kv else key_heads)
+    )
 
 
 def _placed(calls: Sequence[Rows]) -> Iterator[tuple[int, int, int, bool]]:

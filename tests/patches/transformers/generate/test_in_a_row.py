@@ -66,8 +66,14 @@ WRITTEN = (
     "t5",
     "mt5",
     "umt5",
+    "gemma2",  # soft caps of scores and logits, norms of outputs
+    "bloom",
+    "codegen",
+    "cohere",
+    "falcon-40b",
+    "granite",
+    "nemotron",
 )
-NOT_WRITTEN = ("gemma2", "bloom")  # a soft cap, and sublayers that C does not implement
 
 
 @pytest.fixture
@@ -121,7 +127,7 @@ def test_options(variant: str, family: str, options: str, beams: int, alone: lis
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-@pytest.mark.parametrize("family", [*WRITTEN, *NOT_WRITTEN])
+@pytest.mark.parametrize("family", WRITTEN)
 def test_families(variant: str, family: str, beams: int) -> None:  # noqa: F811
     model = zoo.build(family, torch.float32)
     # Multistep alone, after compaction, and after buffers have grown.
@@ -137,7 +143,7 @@ def test_families(variant: str, family: str, beams: int) -> None:  # noqa: F811
         }
         for _ in range(2):
             assert assert_same(model, kwargs).error is None
-    assert (calls["search", "native"] > 0) == (family in WRITTEN)
+    assert calls["search", "native"] > 0
 
 
 UPDATES: dict[str, dict[str, Any]] = {
