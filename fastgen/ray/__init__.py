@@ -9,10 +9,12 @@ settings           settings of a server
 serve              `fastgen serve`: starts the server
 server.merging     merges small requests into batches of similar lengths
 server.requests    request bodies
-server.api         answers to requests
+server.api         what the answers to requests are
+server.answers     answers, and how they go over HTTP
 server.streaming   text of a request while it is generated
 server.completions answers in the format of OpenAI's API
 server.metrics     metrics of a server
+server.routing     which replica gets a request
 server.deployment  Ray Serve deployment
 
     ray.data.Dataset.map_batches(fastgen.ray.Generator, ...)

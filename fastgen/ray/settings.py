@@ -70,6 +70,10 @@ class Settings(BaseModel):
         1, ge=1, description="seconds after which a refused client is told to try again"
     )
     replicas: int = Field(1, ge=1, description="processes, each with a model")
+    prefix_routing: bool = Field(
+        False,
+        description="send texts that begin alike to the same replica, as long as it is not busier",
+    )
     cpus: float = Field(
         1.0, ge=0, description="processors of a replica; torch gets as many threads"
     )

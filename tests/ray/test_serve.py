@@ -32,8 +32,10 @@ from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.first_token import FirstTokenInputs
 from fastgen.ray import app
 from fastgen.ray.serve import main, start, stop
-from fastgen.ray.server.api import Answer, Api
+from fastgen.ray.server.answers import Answer
+from fastgen.ray.server.api import Api
 from fastgen.ray.server.merging import QueueFull, RequestBatcher, Tell
+from fastgen.ray.server.routing import MORE, beginning_of, by_load
 from fastgen.ray.settings import Settings
 
 MODEL = Path(__file__).parents[2] / "examples/en-es/model"
@@ -623,3 +625,61 @@ def test_serve_run_makes_the_settings_of_words() -> None:
     assert inspect.signature(app).parameters["settings"].annotation is Settings
     found = Settings(model=str(MODEL), cpus="2", append_eos="true", generation='{"num_beams": 4}')  # type: ignore[arg-type]
     assert (found.cpus, found.append_eos, found.generation) == (2.0, True, {"num_beams": 4})
+
+
+def test_texts_that_begin_alike_have_one_name() -> None:
+    start = "Return the list. " * 20
+    bodies: list[dict[str, Any]] = [
+        {"text": start + "a"}, {"texts": [start + "b", "c"]}, {"prompt": start, "stream": True},
+        {"prompt": [start], "n": 2},
+    ]  # fmt: skip
+    names = {beginning_of(json.dumps(body).encode()) for body in bodies}
+    assert len(names) == 1
+    assert names != {beginning_of(b'{"text": "Return"}')}
+    for body in (b"", b"{", b"[1]", b"{}", b'{"text": 3}', b'{"texts": []}', b'{"prompt": [[1]]}'):
+        assert beginning_of(body) == ""
+
+
+def test_a_busy_replica_comes_last() -> None:
+    assert by_load("abc", [MORE, 0, 3]) == ["a", "b", "c"]
+    assert by_load("abc", [MORE + 1, 0, 3]) == ["b", "c", "a"]
+    assert by_load("abc", [90, 95, 91]) == ["a", "b", "c"]
+    assert by_load("", []) == []
+
+
+@pytest.mark.slow
+def test_a_replica_gets_the_texts_that_begin_alike(alone: list[str]) -> None:
+    port = _free_port()
+    settings = Settings(
+        model=MODEL, dtype="float64", generation=GENERATION, replicas=2, cpus=0.5,
+        prefix_routing=True, max_waiting=4, max_bytes=20_000,
+    )  # fmt: skip
+    connection = start(settings, port=port)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            by_text = list[set[str]]()
+            before = _answered(client)
+            for text, expected in zip(TEXTS[:12], alone, strict=False):
+                for stream in (False, True):
+                    answer = client.post("/generate", json={"text": text, "stream": stream})
+                    assert answer.status_code == 200
+                    assert stream or answer.json()["output"] == expected
+                    assert not stream or answer.text.endswith("data: [DONE]\n\n")
+                after = _answered(client)
+                by_text.append({name for name in after if after[name] != before.get(name, 0)})
+                before = after
+            assert {len(replicas) for replicas in by_text} == {1}
+            assert len(set[str]().union(*by_text)) == 2
+            assert client.post("/generate", content=b"{").status_code == 400
+            full = client.post("/generate", json={"texts": ["a"] * 5})
+            assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
+            assert client.get("/health").json()["status"] == "ok"
+    finally:
+        stop(connection)
+
+
+def _answered(client: httpx.Client) -> dict[str, float]:
+    """Return the number of texts that each replica has generated."""
+    shown = client.get("/metrics").text
+    pattern = r'^fastgen_requests_total\{path="/generate",replica="(\w+)",status="200"\} (\S+)'
+    return {name: float(count) for name, count in re.findall(pattern, shown, re.M)}

@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from fastgen.corpus.texts import Sequences, TextGenerator
 from fastgen.models.runtime.decode_step import DecoderStep
-from fastgen.ray.server.api import Answer, Api
+from fastgen.ray.server.answers import Answer
+from fastgen.ray.server.api import Api
 from fastgen.ray.server.metrics import Metrics, exposition
 from fastgen.ray.server.streaming import DONE, Pieces
 from fastgen.ray.settings import Settings

@@ -28,7 +28,7 @@ import copy
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ import fastgen
 from fastgen.corpus.languages import Unknown
 from fastgen.corpus.texts import Output, Problem, Sequences, Source, TextGenerator
 from fastgen.errors import CommandError
+from fastgen.ray.server.answers import Answer
 from fastgen.ray.server.completions import CompletionResponse, GenerateStream, usage
 from fastgen.ray.server.merging import QueueFull, RequestBatcher, Tell
 from fastgen.ray.server.metrics import CONTENT_TYPE, Metrics, exposition
@@ -75,15 +76,6 @@ _CLIENT_CLOSED_REQUEST = 499
 """Status that is logged and counted if the client disconnected before its answer."""
 
 _log = logging.getLogger("ray.serve")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """HTTP status and body: JSON, text, or the events of a stream."""
-
-    status: int
-    content: dict[str, Any] | str | AsyncIterator[str]
-    headers: dict[str, str] = field(default_factory=dict)
 
 
 class Api:
