@@ -511,6 +511,25 @@ def many_requests() -> str:
     return table(("machine", "requests", *arms), rows) if rows else NOT_YET
 
 
+def load() -> str:
+    """Return the table of requests that arrive at random, a row per arm and rate."""
+    rows = [
+        (
+            one["arm"],
+            cell.removeprefix(f"{one['arm']}, ").removesuffix(" of capacity"),
+            f"{one['tokens_per_second']:.0f}",
+            f"{one['p50']:.1f}",
+            f"{one['p95']:.1f}",
+            str(one["refused"]),
+        )
+        for _, data in _results("load")
+        for cell, one in data["result"]["cells"].items()
+        if "p50" in one
+    ]
+    head = ("arm", "requests arrive", "tokens/s", "p50, s", "p95, s", "answered with 503")
+    return table(head, rows) if rows else NOT_YET
+
+
 def coverage() -> str:
     """Return how many families of transformers run in which way, and the table of all."""
     if not coverage_record.FILE.exists():
@@ -556,6 +575,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "grid-plots": grid_plots,
     "headline": headline,
     "int8-peers": int8_peers,
+    "load": load,
     "lossless": lossless,
     "machines": machines,
     "many-requests": many_requests,

@@ -154,6 +154,14 @@ VARIABLES = (
         "a size like 2GiB or 500MB, 0",
     ),
     Variable(
+        "FASTGEN_MAX_WAITING",
+        "0",
+        (),
+        "requests that may wait in a `ContinuousBatchingManager` without `max_queue_size`; "
+        "`transformers serve` answers 503 to others; 0: any number",
+        "a number",
+    ),
+    Variable(
         "FASTGEN_REPORT",
         "0",
         ("0", "1"),
@@ -193,6 +201,7 @@ class Settings:
     self_draft: SelfDraft
     int8_head: Int8Head
     prefix_cache: int
+    max_waiting: int
     report: bool
     fairseq_allow: tuple[str, ...]
     cache_dir: Path
@@ -255,6 +264,7 @@ def read(environ: Mapping[str, str]) -> Settings:
         self_draft=cast(SelfDraft, value["FASTGEN_SELF_DRAFT"]),
         int8_head=cast(Int8Head, value["FASTGEN_INT8_HEAD"]),
         prefix_cache=_size("FASTGEN_PREFIX_CACHE", value["FASTGEN_PREFIX_CACHE"], auto=False) or 0,
+        max_waiting=_count("FASTGEN_MAX_WAITING", value["FASTGEN_MAX_WAITING"]),
         report=value["FASTGEN_REPORT"] == "1",
         fairseq_allow=_names(value["FASTGEN_FAIRSEQ_ALLOW"]),
         cache_dir=_folder("FASTGEN_CACHE_DIR", folder)
@@ -265,6 +275,12 @@ def read(environ: Mapping[str, str]) -> Settings:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name for part in text.split(",") if (name := part.strip()))
+
+
+def _count(name: str, text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise VariableError(name, text, "the value must be a number", "unset it for the default, 0")
 
 
 def _folder(name: str, text: str) -> Path:

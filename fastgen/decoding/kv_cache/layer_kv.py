@@ -38,6 +38,7 @@ class LayerKV:
         common: Keys and values (1, Hkv, C, D) of the first tokens of all sentences, stored once;
             None if every sentence has its own. `keys`, `values` and `capacity_buffers` end this
             state by `expand`; `own` and `joined` do not.
+        is_private: Whether no caller has a view of the buffers, so that their rows may move.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class LayerKV:
         self.prefix = 0
         self.steps = self.filled = 0
         self.beams = 1
+        self.is_private = False
         self.common: tuple[Tensor, Tensor] | None = None
         self._blank = False  # Whether the unused capacity is filled with zeros.
         self._keys: Tensor | None = None
@@ -309,8 +311,9 @@ class LayerKV:
         assert self._values is not None
         kept: list[Tensor] = []
         for buffer in (self._keys, self._values):
-            # With one beam, callers get views of the buffers and may keep them, so they are copied.
-            if moves is None or self.beams == 1:
+            # With one beam, callers may have got views of the buffers, which are copied then.
+            is_movable = self.beams > 1 or (self.is_private and buffer.device.type == "cpu")
+            if moves is None or not is_movable:
                 kept.append(buffer.index_select(0, sentences))
             else:
                 move_sentences_(buffer[:, :, : self.own_slots], *moves)

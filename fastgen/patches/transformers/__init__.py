@@ -196,6 +196,29 @@ PATCHES = (
         covers="ContinuousBatchingManager",
     ),
     Patch(
+        name="transformers.server",
+        toolkit=TOOLKIT,
+        target="transformers.cli.serving.server:build_server",
+        replacement="fastgen.patches.transformers.streaming.server:build_server",
+        parameters=(
+            "model_manager",
+            "chat_handler",
+            "completion_handler",
+            "response_handler",
+            "transcription_handler",
+        ),
+        help="`transformers serve` answers 503 if a queue is full, and stops work for clients "
+        "that have left",
+    ),
+    Patch(
+        name="transformers.server_answer",
+        toolkit=TOOLKIT,
+        target="transformers.cli.serving.utils:CBGenerateManager.generate_non_streaming",
+        replacement="fastgen.patches.transformers.streaming.server:generate_non_streaming",
+        parameters=("self", "model", "processor", "inputs", "gen_config", "request_id"),
+        help="a request whose client has left frees its rows at the next step",
+    ),
+    Patch(
         name="transformers.evaluation_loop",
         toolkit=TOOLKIT,
         target="transformers.trainer:Trainer.evaluation_loop",

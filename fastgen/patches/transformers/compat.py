@@ -213,6 +213,16 @@ def is_tensor_parallel(model: Any) -> bool:
     return getattr(model, "_device_mesh", None) is not None
 
 
+def serves_batches(state: Any) -> bool:
+    """Return whether a `GenerationState` of `transformers serve` uses continuous batching."""
+    return bool(state._continuous_batching)
+
+
+def served_manager(generate_manager: Any) -> Any:
+    """Return the `ContinuousBatchingManager` of a server's `CBGenerateManager`."""
+    return generate_manager._cb
+
+
 def kept_manager(model: Any) -> Any:
     """Return the manager of continuous batching that a model keeps between calls, or None."""
     return getattr(model, "_cached_continuous_batching_manager", None)

@@ -40,6 +40,7 @@ def test_defaults() -> None:
         self_draft="auto",
         int8_head="auto",
         prefix_cache=0,
+        max_waiting=0,
         report=False,
         fairseq_allow=(),
         cache_dir=settings.cache_dir,
@@ -71,6 +72,7 @@ def test_values() -> None:
             "FASTGEN_SELF_DRAFT": "on",
             "FASTGEN_INT8_HEAD": "off",
             "FASTGEN_PREFIX_CACHE": "1MiB",
+            "FASTGEN_MAX_WAITING": "64",
             "FASTGEN_REPORT": "1",
             "FASTGEN_FAIRSEQ_ALLOW": "a.B,c.D",
             "FASTGEN_CACHE_DIR": "some/where",
@@ -93,6 +95,7 @@ def test_values() -> None:
         "on",
         "off",
         2**20,
+        64,
         True,
         ("a.B", "c.D"),
         cache_dir,
@@ -130,6 +133,12 @@ def test_memory_is_a_size(text: str, size: int | None) -> None:
 def test_memory_that_is_no_size(text: str) -> None:
     with pytest.raises(VariableError, match=f"FASTGEN_MEMORY.*{re.escape(text)}.*2GiB"):
         config.read({"FASTGEN_MEMORY": text})
+
+
+@pytest.mark.parametrize("text", ["many", "-1", "1.5"])
+def test_requests_that_may_wait_are_a_number(text: str) -> None:
+    with pytest.raises(VariableError, match=f"FASTGEN_MAX_WAITING={text}: .*a number; unset it"):
+        config.read({"FASTGEN_MAX_WAITING": text})
 
 
 def test_the_size_of_the_prefix_cache() -> None:

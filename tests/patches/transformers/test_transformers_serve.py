@@ -22,6 +22,10 @@ import httpx
 from transformers.cli.serve import Serve
 
 import fastgen
+from fastgen import config
+from fastgen.decoding.batching import continuous_batching
+from fastgen.patches.transformers import compat
+from fastgen.patches.transformers.streaming.manager import RequestManager
 from tests.support import zoo
 
 TOKENIZER = Path(__file__).parents[3] / "examples/en-es/model"
@@ -150,19 +154,11 @@ def test_answers_are_the_same_and_accelerated(
 
 
 @pytest.mark.slow
-def test_the_command(address: str, folder: Path) -> None:
+@pytest.mark.parametrize("batched", [False, True], ids=["one by one", "batched"])
+def test_the_command(batched: bool, address: str, folder: Path) -> None:
     port = _free_port()
-    serve = [
-        "transformers",
-        "serve",
-        str(folder),
-        "--device",
-        "cpu",
-        "--dtype",
-        "float64",
-        "--port",
-        str(port),
-    ]
+    serve = ["transformers", "serve", str(folder), "--device", "cpu", "--dtype", "float64"]
+    serve += ["--port", str(port), *(["--continuous-batching"] if batched else [])]
     process = subprocess.Popen(
         [sys.executable, "-m", "fastgen", "run", *serve],
         env=os.environ | {"FASTGEN_STRICT": "1"},  # a fallback would be an error
@@ -180,12 +176,12 @@ def test_the_command(address: str, folder: Path) -> None:
 
 def test_beams_are_streamed(address: str, folder: Path) -> None:
     """transformers does not stream several beams; fastgen streams the same text in pieces."""
-    config = tf.GenerationConfig(
+    beams = tf.GenerationConfig(
         num_beams=3, max_new_tokens=20, pad_token_id=0, eos_token_id=zoo.EOS
     ).to_json_string()
     before = fastgen.status()["transformers.beam_streamer"].hits
     whole, pieces = (
-        _ask(address, folder, "chat/completions", generation_config=config, stream=stream)
+        _ask(address, folder, "chat/completions", generation_config=beams, stream=stream)
         for stream in (False, True)
     )
     assert pieces == whole
@@ -208,3 +204,83 @@ def test_continuous_batching(address: str, folder: Path) -> None:
         assert answer == _ask(address, folder, endpoint)
     after = fastgen.status()["transformers.request_manager"]
     assert (after.hits, after.fallbacks) == (before.hits + 1, before.fallbacks)
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Slow decode steps down; return the rows of each."""
+    rows, advance = list[int](), continuous_batching.advance
+
+    def slow(running: Any, replay: Any) -> Any:
+        rows.append(sum(cohort.search.batch_size for cohort in running))
+        time.sleep(0.02)
+        return advance(running, replay)
+
+    monkeypatch.setattr("fastgen.patches.transformers.streaming.refill.advance", slow)
+    return rows
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_leaves_frees_its_rows(
+    stream: bool, folder: Path, one_at_a_time: list[int]
+) -> None:
+    server, address = _start(folder, continuous_batching=True)
+    long = {"prompt": "The list", "max_tokens": 2000, "stream": stream, "model": str(folder)}
+    try:
+        manager = _manager(server, address, folder)
+        if stream:
+            with httpx.stream("POST", f"{address}/v1/completions", json=long, timeout=10) as one:
+                next(one.iter_text())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{address}/v1/completions", json=long, timeout=1)
+        end = time.monotonic() + 5
+        while not manager.loop.is_idle:
+            assert time.monotonic() < end, "the request runs on"
+            time.sleep(0.01)
+        assert 5 < len(one_at_a_time) < 300
+        assert not manager.results._handlers
+        assert not manager.results
+        assert _ask(address, folder, "completions")
+    finally:
+        server.kill_server()
+
+
+def test_overload_is_answered_with_503(
+    folder: Path, one_at_a_time: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12 requests at once, those that may neither run nor wait are refused; no other is lost."""
+    monkeypatch.setenv("FASTGEN_MAX_WAITING", "3")
+    monkeypatch.setattr("fastgen.patches.transformers.streaming.request_loop.MAX_IN_FLIGHT", 1)
+    config.reload()
+    server, address = _start(folder, continuous_batching=True)
+    body = ENDPOINTS["completions"] | {"model": str(folder), "temperature": 0}
+    try:
+        expected = _ask(address, folder, "completions")
+        _manager(server, address, folder)
+
+        def ask(number: int) -> httpx.Response:
+            time.sleep(0.2 * (number > 0))  # the first runs by itself, and others wait for it
+            more = {"stream": number % 2 == 0}
+            return httpx.post(f"{address}/v1/completions", json=body | more, timeout=60)
+
+        with ThreadPoolExecutor(12) as clients:
+            answers = list(clients.map(ask, range(12)))
+        refused = [one for one in answers if one.status_code != 200]
+        assert [one.status_code for one in refused] == [503] * 8
+        assert all(one.headers["Retry-After"] == "1" for one in refused)
+        assert refused[0].json() == {"error": "3 requests wait, 3 at most"}
+        assert _ask(address, folder, "completions") == expected
+        assert not _manager(server, address, folder).results._handlers
+    finally:
+        server.kill_server()
+        monkeypatch.undo()
+        config.reload()
+
+
+def _manager(server: Serve, address: str, folder: Path) -> RequestManager:
+    """Return a server's manager, which its first request makes."""
+    _ask(address, folder, "completions")
+    manager = compat.served_manager(server._generation_state._cb_manager)
+    assert isinstance(manager, RequestManager)
+    return manager

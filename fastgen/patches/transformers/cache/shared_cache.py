@@ -412,6 +412,7 @@ class _Layer(DynamicLayer):
         self, owner: SharedCache, layers: list[LayerKV], make: Callable[[], LayerKV]
     ) -> None:
         self._owner, self._kv = owner, make()
+        self._kv.is_private = True
         layers.append(self._kv)
         self.is_initialized = True
         self._placeholder: Tensor | None = None
@@ -422,7 +423,7 @@ class _Layer(DynamicLayer):
         if not self._owner.decoding:
             fresh = self._kv.length == 0
             self._kv.extend(key_states, value_states)
-            return (key_states, value_states) if fresh else self._kv.joined()
+            return (key_states, value_states) if fresh else self._viewed.joined()
         if self._owner.looked_at:
             keys, values = self._kv.joined()
             return torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
@@ -432,7 +433,7 @@ class _Layer(DynamicLayer):
             write_slots_(*self._kv.capacity_buffers, key_states, value_states, room.start)
         if self._owner.returns_placeholders:
             return self._handed_out, self._handed_out
-        return self._kv.joined()
+        return self._viewed.joined()
 
     def get_seq_length(self) -> int:
         room = self._owner.full_view
@@ -449,11 +450,17 @@ class _Layer(DynamicLayer):
 
     @property
     def keys(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._handed_out if self._owner.returns_placeholders else self._kv.keys
+        return self._handed_out if self._owner.returns_placeholders else self._viewed.keys
 
     @property
     def values(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._handed_out if self._owner.returns_placeholders else self._kv.values
+        return self._handed_out if self._owner.returns_placeholders else self._viewed.values
+
+    @property
+    def _viewed(self) -> LayerKV:
+        """Keys and values of which a caller gets views."""
+        self._kv.is_private = False
+        return self._kv
 
     @property
     def _handed_out(self) -> Tensor:

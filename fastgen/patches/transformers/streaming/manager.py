@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from fastgen.config import settings
 from fastgen.ops import native
 from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
@@ -38,7 +39,10 @@ TOKENS = 8 * MAX_TOKENS
 """Default of the tokens that running requests may hold in the KV cache."""
 
 FULL = 10
-"""Seconds that `add_request` waits for a place in a full queue, as in transformers."""
+"""Seconds that `add_request` waits for a place in a full queue, as in transformers.
+
+In an event loop, where waiting would hold up everybody else, it raises at once.
+"""
 
 
 def init_continuous_batching(
@@ -238,7 +242,8 @@ class RequestManager(ContinuousBatchingManager):
             The id; None if the manager is stopping and does not take the request.
 
         Raises:
-            queue.Full: `max_queue_size` requests have been waiting for some time.
+            queue.Full: `max_queue_size` or else `FASTGEN_MAX_WAITING` requests wait, and have for
+                some time.
         """
         if self.loop.stopping or self.background_thread_status.fatal_error is not None:
             _logger.warning("the manager is stopping; a request is dropped")
@@ -257,7 +262,10 @@ class RequestManager(ContinuousBatchingManager):
             output.status, output.error = RequestStatus.FAILED, error
             self.results.put(output)
             return request_id
-        ids, alike = token_ids(prompt), repr(sorted(given.items()))
+        shared = dict(given)
+        if options.is_open_ended and options.sequences == 1:
+            del shared["max_new_tokens"]
+        ids, alike = token_ids(prompt), repr(sorted(shared.items()))
         names, count = [request_id], options.sequences
         if count > 1 and options.resolved.do_sample and options.beams == 1:
             # Samples are independent, so that each can be a request by itself.
@@ -320,16 +328,19 @@ class RequestManager(ContinuousBatchingManager):
         return self._known[key]
 
     def _enqueue(self, submissions: list[Submission]) -> None:
-        loop, most = self.loop, self.continuous_batching_config.max_queue_size
+        loop = self.loop
+        most = self.continuous_batching_config.max_queue_size or settings().max_waiting
         with loop.changed:
-            if most and not loop.changed.wait_for(lambda: len(loop.waiting) < most, FULL):
-                raise queue.Full
+            patience = 0 if _in_event_loop() else FULL
+            if most and not loop.changed.wait_for(lambda: len(loop.waiting) < most, patience):
+                raise queue.Full(f"{len(loop.waiting)} requests wait, {most} at most")
             loop.waiting += submissions
             loop.changed.notify_all()
 
     def cancel_request(self, request_id: str) -> None:
         """Cancel a request, which leaves its batch at the next step and gives no result."""
         self.loop.cancel(request_id)
+        self.results.discard(request_id)
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
@@ -370,6 +381,12 @@ class RequestManager(ContinuousBatchingManager):
         It also gets results that came before it was registered.
         """
         self.results.register(request_id, callback, asyncio.get_running_loop())
+
+
+def _in_event_loop() -> bool:
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop().is_running()
+    return False
 
 
 _MOST_KNOWN = 1000

@@ -30,6 +30,9 @@ from fastgen.patches.transformers.streaming.request_options import RequestOption
 MAX_IN_FLIGHT = 8
 """Maximum number of batches whose decode steps run together."""
 
+PREFILL = 1024
+"""Tokens of prompts, padding included, that may start between two decode steps."""
+
 
 @dataclass(eq=False)
 class Submission:
@@ -75,8 +78,13 @@ class _Requests(Batch):
     members: list[Submission] = field(kw_only=True)
 
     @property
+    def options(self) -> RequestOptions:
+        """The options of the call: those of the request that may have the most new tokens."""
+        return max((one.options for one in self.members), key=lambda one: one.new_tokens)
+
+    @property
     def cost(self) -> int:
-        return max(one.cost for one in self.members)
+        return self.width + self.options.beams * self.options.new_tokens
 
 
 class RequestLoop(Refill):
@@ -108,6 +116,7 @@ class RequestLoop(Refill):
         self.stopping = self.pauses = 0
         self.is_idle = True
         self._begun: list[Submission] = []
+        self._has_joined = False
 
     def serve(self) -> None:
         """Generate requests until `stopping` is set."""
@@ -156,11 +165,13 @@ class RequestLoop(Refill):
             )
             # The sort is stable: of equals, the oldest comes first.
             alike.sort(key=lambda one: abs(len(one.ids) - len(oldest.ids)))
-            members, cost = list[Submission](), 0
+            members, width, new = list[Submission](), 0, 0
             for one in alike:
-                cost = max(cost, one.cost)
-                alone = not members and room == self.tokens
-                if cost * (len(members) + 1) > room and not alone:
+                width, new = max(width, len(one.ids)), max(new, one.cost - len(one.ids))
+                rows, alone = len(members) + 1, not members and room == self.tokens
+                if (rows * (width + new) > room and not alone) or rows * width > max(
+                    width, PREFILL
+                ):
                     break
                 members.append(one)
             if not members:
@@ -169,6 +180,7 @@ class RequestLoop(Refill):
             taken = set(members)
             self.waiting = [one for one in self.waiting if one not in taken]
             self._begun += members
+            self._has_joined = True
             self.changed.notify_all()
         now = time.perf_counter()
         for one in members:
@@ -188,9 +200,14 @@ class RequestLoop(Refill):
         return same if groups else alike
 
     def _room(self, running: Sequence[InFlightBatch]) -> int:
-        if self.refused is not None or len(running) >= MAX_IN_FLIGHT:
+        waits = bool(running) and self._has_joined  # until the running requests have had a step
+        if self.refused is not None or waits or len(running) >= MAX_IN_FLIGHT:
             return 0
         return max(0, self.tokens - sum(cohort.tokens for cohort in running))
+
+    def _advance(self, running: list[Any], replay: Any, done: Any) -> None:
+        super()._advance(running, replay, done)
+        self._has_joined = False
 
     def _call(self, batch: Batch, refused: str | None) -> Any:
         result = super()._call(batch, refused)
@@ -201,7 +218,7 @@ class RequestLoop(Refill):
     def _generated(self, batch: Batch) -> Any:
         """Return the output of `generate`, or a suspended loop; None if the call failed."""
         assert isinstance(batch, _Requests)
-        options = batch.members[0].options
+        options = batch.options
         inputs = batch.inputs(self.model, batch.members[0].padding.fill)
 
         def is_wanted(row: int) -> bool:
@@ -233,7 +250,7 @@ class RequestLoop(Refill):
             tokens: Token ids.
         """
         known = one.output.generated_tokens
-        if one.is_over or not (new := tokens[len(known) - place :]):
+        if one.is_over or not (new := tokens[len(known) - place : one.options.new_tokens - place]):
             return
         known += new
         if one.output.timestamps is not None:
@@ -260,6 +277,7 @@ class RequestLoop(Refill):
             if not options.encoder_decoder:
                 own = own[:, batch.width - len(one.ids) :]
             first, *others = generated_tokens(own, one.output.prompt_ids, options)
+            del first[options.new_tokens :]
             for number, tokens in enumerate(others):
                 name = f"{one.output.request_id}__child#{number}"
                 self._deliver_finished(replace(one.output, request_id=name), tokens)

@@ -33,6 +33,11 @@ class RequestOptions:
         return self.resolved.max_new_tokens or self.resolved.max_length - 1
 
     @property
+    def is_open_ended(self) -> bool:
+        """Whether fewer new tokens would be the beginning of the same text."""
+        return self.beams == 1 and self.resolved.forced_eos_token_id is None
+
+    @property
     def sequences(self) -> int:
         """Number of sequences N per request."""
         return self.resolved.num_return_sequences or 1

@@ -64,6 +64,13 @@ class Results:
     def _find(self, name: str | None) -> GenerationOutput | None:
         return next((one for one in self._queue if name in (None, one.request_id)), None)
 
+    def discard(self, name: str) -> None:
+        """Forget the handler of a request, and its results that nobody has taken."""
+        with self._changed:
+            self._handlers.pop(name, None)
+            while (one := self._find(name)) is not None:
+                self._queue.remove(one)
+
     def register(self, name: str, callback: Callback, loop: asyncio.AbstractEventLoop) -> None:
         """Send results of a request to an event loop, also those that are there already.
 

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 import fastgen
+from fastgen import config
 from fastgen.decoding.batching import continuous_batching
 from fastgen.ops import native
 from fastgen.patches.transformers.streaming import manager as managers
@@ -126,6 +127,65 @@ def test_options_of_requests(started: Any) -> None:
     for name, prompt, one in zip(names, prompts, given, strict=True):
         expected = _alone(model, prompt, ENDS | {"max_new_tokens": 12} | one)[0]
         assert found[name].generated_tokens == expected
+
+
+def _batches(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list that gets the sentences of each batch at each decode step."""
+    sizes, advance = list[list[int]](), continuous_batching.advance
+
+    def noting(running: Any, replay: Any) -> Any:
+        sizes.append([cohort.search.batch_size for cohort in running])
+        return advance(running, replay)
+
+    monkeypatch.setattr("fastgen.patches.transformers.streaming.refill.advance", noting)
+    return sizes
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({}, [[4], [4, 4]]),
+        ({"repetition_penalty": 1.3}, [[4], [4, 4]]),
+        ({"forced_eos_token_id": 9}, [[2], [2, 2], [2, 2, 2], [2, 2, 2, 2]]),
+        ({"num_beams": 2}, [[2], [2, 2], [2, 2, 2], [2, 2, 2, 2]]),
+    ],
+    ids=["greedy", "penalty", "forced end", "beams"],
+)
+def test_requests_of_different_limits_share_a_batch(
+    options: dict[str, Any], groups: list[list[int]], streaming: bool, started: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Those with other options, or whose limit changes the text, have a batch of their own."""
+    model, limits = zoo.build("llama"), [9, 30, 12, 20]
+    manager, sizes = started(model, LONG | options), _batches(monkeypatch)
+    asked = [
+        ([50 + n, 51, 60 + n], {"max_new_tokens": limit, "no_repeat_ngram_size": size})
+        for n, limit in enumerate(limits * 2)
+        for size in [2 if n < 4 else 0]
+    ]
+    if len(groups) > 2:
+        asked = [(ids, given | {"no_repeat_ngram_size": 2}) for ids, given in asked]
+    with manager.pause():
+        names = [manager.add_request(ids, streaming=streaming, **given) for ids, given in asked]
+    found = _results(manager, len(asked))
+    for name, (ids, given) in zip(names, asked, strict=True):
+        assert found[name].generated_tokens == _alone(model, ids, LONG | options | given)[0]
+    assert sizes[: len(groups)] == groups
+
+
+def test_prompts_start_in_parts(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running requests have a decode step between prompts of at most so many tokens."""
+    monkeypatch.setattr("fastgen.patches.transformers.streaming.request_loop.PREFILL", 8)
+    model = zoo.build("llama")
+    manager, sizes = started(model, LONG), _batches(monkeypatch)
+    prompts = [[50, 51, 52], [60, 61, 62], [70, 71, 72], [80] * 12]
+    with manager.pause():
+        names = manager.add_requests(prompts)
+    found = _results(manager, 4)
+    assert sizes[:3] == [[2], [2, 1], [2, 1, 1]]
+    for name, prompt in zip(names, prompts, strict=True):
+        assert found[name].generated_tokens == _alone(model, prompt, LONG)[0]
 
 
 @pytest.mark.parametrize("beams", [1, 3])
@@ -370,9 +430,55 @@ def test_a_full_queue(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = started(zoo.build("llama"), LONG, max_queue_size=2)
     with manager.pause():
         manager.add_requests([[50], [51]])
-        with pytest.raises(queue.Full):
+        with pytest.raises(queue.Full, match="2 requests wait, 2 at most"):
             manager.add_request([52])
     assert len(_results(manager, 2)) == 2
+
+
+def test_a_full_queue_holds_up_no_event_loop(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_MAX_WAITING", "1")
+    config.reload()
+    try:
+        manager = started(zoo.build("llama"), LONG)
+
+        async def add() -> float:
+            begin = time.monotonic()
+            with pytest.raises(queue.Full):
+                manager.add_request([52])
+            return time.monotonic() - begin
+
+        with manager.pause():
+            manager.add_request([50])
+            assert asyncio.run(add()) < managers.FULL / 2
+        assert len(_results(manager, 1)) == 1
+    finally:
+        monkeypatch.undo()
+        config.reload()
+
+
+def test_a_cancelled_request_leaves_nothing_behind(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its handler nor results that nobody has taken."""
+    manager = started(zoo.build("llama"), LONG)
+    cancelled = threading.Event()
+    _at_step(monkeypatch, 6, lambda: (manager.cancel_request("a"), cancelled.set()))
+    loop = asyncio.new_event_loop()
+
+    async def register() -> None:
+        manager.register_result_handler("b", lambda _: None)
+
+    with manager.pause():
+        manager.add_request([50, 51], "a", streaming=True)
+        manager.add_request([60, 61], "b")
+        manager.add_request([70, 71], "c")
+        loop.run_until_complete(register())
+        manager.cancel_request("b")
+    assert list(_results(manager, 1)) == ["c"]
+    assert cancelled.is_set()
+    assert not manager.results
+    assert not manager.results._handlers
+    loop.close()
 
 
 def test_kept_by_the_model() -> None:
