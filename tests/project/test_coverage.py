@@ -75,10 +75,40 @@ def test_an_update_keeps_the_other_families(monkeypatch: pytest.MonkeyPatch, tmp
     file.write_text(json.dumps({"families": {"arcee": fused, "llama": fused}}))
     monkeypatch.setattr(command, "FILE", file)
     monkeypatch.setattr(command, "LEAST", 2.0)
-    monkeypatch.setattr(command, "apart", lambda name, speed: shared)
+    monkeypatch.setattr(command, "apart", lambda *_: shared)
     assert command.main(["--family", "arcee", "--update", "--jobs", "1"]) == 0
     found = json.loads(file.read_text())["families"]
     assert found == {"arcee": shared, "llama": fused}
+
+
+def test_speed_is_added_to_the_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Only accelerated families are timed, and a later run of all calls keeps their speed."""
+    file, fused = tmp_path / "coverage.json", {"how": record.FUSED, "why": {}}
+    alone, speed = {"how": record.ALONE, "why": {}}, {"equal": True, "ratio": 2.0}
+    before = {"arcee": fused, "llama": fused | {"speed": {"ratio": 9.0}}, "rwkv": alone}
+    file.write_text(json.dumps({"families": before}))
+    monkeypatch.setattr(command, "FILE", file)
+    monkeypatch.setattr(command, "LEAST", 1.0)
+    monkeypatch.setattr(command.recipe, "types", lambda: list(before))
+    ran = list[Any]()
+
+    def apart(run: Any, name: str, limit: float) -> Any:
+        ran.append((run, name))
+        return speed if run is family.timed else dict(before[name])
+
+    monkeypatch.setattr(command, "apart", apart)
+    assert command.main(["--speed"]) == 0
+    assert ran == [(family.timed, "arcee"), (family.timed, "llama")]
+    timed = {"arcee": fused | {"speed": speed}, "llama": fused | {"speed": speed}, "rwkv": alone}
+    assert json.loads(file.read_text())["families"] == timed
+    before["llama"] = fused
+    assert command.main([]) == 0
+    assert json.loads(file.read_text())["families"] == timed
+    before["llama"] = alone
+    assert command.main([]) == 0
+    assert json.loads(file.read_text())["families"] == timed | {"llama": alone}
+    speed["equal"] = False
+    assert command.main(["--speed", "--family", "arcee"]) == 1
 
 
 def test_sizes_reach_nested_configs() -> None:
