@@ -1,5 +1,6 @@
 """Check models that combine two: pairs of encoder and decoder, and models that read images."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,6 +48,26 @@ def test_calls(name: str, options: dict[str, Any], padded: bool) -> None:
     model, inputs = combined.build(name), combined.inputs_of(name, 3, padded)
     for more in (SCORES, {}):
         _check(model, inputs | ENDS | options | more)
+
+
+@pytest.mark.parametrize("step", ["auto", "module"])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_finished_sentences_leave(
+    name: str, beams: int, step: str, setting: Callable[[str, str], None]
+) -> None:
+    """Sentences with images have positions of their own, and leave at different steps."""
+    if not ENCODES_ONCE:
+        pytest.skip("images in prompts keep sentences in the batch")
+    setting("FASTGEN_STEP", step)
+    model, inputs = combined.build(name), combined.inputs_of(name, 6, True)
+    ends = {"eos_token_id": list(range(2, 30)), "max_new_tokens": 14}
+    assert assert_same(model, inputs | ends | {"num_beams": beams}).error is None
+    call = last_call()
+    assert call is not None
+    assert call.plan.drop
+    assert call.plan.fused == (step == "auto")
+    assert call.steps[-1][0] < call.steps[0][0]
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from transformers.generation.configuration_utils import CompileConfig
 
 import fastgen
+from fastgen.patches.transformers.generate.report import last_call
 from tests.support import zoo
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 2}
@@ -91,6 +92,18 @@ def _in_place_of_a_part(model: Any) -> None:
 
 def _of_an_instance(model: Any) -> None:
     model.model.layers[0].mlp.forward = _compiled(model.model.layers[0].mlp.forward, fullgraph=True)
+
+
+@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
+def test_a_compiled_wrapper_hands_generate_to_the_model_inside(options: dict[str, Any]) -> None:
+    """The forward of the model inside is not compiled, so the call is accelerated."""
+    model, inputs = _model()
+    wrapper = _compiled(model)
+    _check(lambda: wrapper.generate(**inputs, **options | {"max_new_tokens": 4}))
+    call = last_call()
+    assert call is not None
+    assert call.plan.shared
+    assert call.plan.fused
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
 from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.kv_cache.layer_kv import LayerKV, note_steps, room_for_steps
@@ -38,11 +38,31 @@ def nbytes(cache: Any) -> int:
 
 
 def held(layer: Any, length: int) -> int:
-    """Return how many of `length` tokens a layer of transformers' dynamic cache holds.
+    """Return for how many of `length` tokens a layer of transformers' cache has memory.
 
-    A layer with a sliding window holds only those in the window.
+    A layer with a sliding window holds only those in the window. A static one has a fixed size.
     """
+    if isinstance(layer, StaticLayer):
+        return layer.max_cache_len
     return min(length, getattr(layer, "sliding_window", length + 1) - 1)
+
+
+def states_of(layer: Any) -> list[Tensor]:
+    """Return keys and values (R, Hkv, N, D) of a layer's tokens; an empty list before the first."""
+    if not layer.is_initialized:
+        return []
+    states: list[Any] = [layer.keys, layer.values]
+    return [state[:, :, : int(layer.get_seq_length())] for state in states]
+
+
+def select_rows(cache: Any, rows: Tensor) -> None:
+    """Keep only the given rows (N,) int64 of a cache of transformers."""
+    for part in parts_of(cache):
+        for layer in part.layers:
+            if not isinstance(layer, StaticLayer):
+                layer.batch_select_indices(rows)
+            elif layer.is_initialized:
+                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
 
 def windows_of(model: Any, cache: Any) -> list[int | None]:
@@ -52,8 +72,9 @@ def windows_of(model: Any, cache: Any) -> list[int | None]:
         model: The model.
         cache: The cache that `generate` made, which shows the windows, or was given.
     """
-    by_user = compat.is_user_provided(cache)
-    text = DynamicCache(config=model.config) if by_user else parts_of(cache)[0]
+    text = parts_of(cache)[0]
+    if compat.is_user_provided(cache) or type(text) is not DynamicCache:
+        text = DynamicCache(config=model.config)
     layers: list[Any] = text.layers
     return [layer.sliding_window if layer.is_sliding else None for layer in layers]
 
@@ -195,7 +216,7 @@ class SharedCache:
             )
         for index, held_layer in enumerate(parts_of(stock)[0].layers):
             if held_layer.get_seq_length():
-                cast(Any, own).update(held_layer.keys[::beams], held_layer.values[::beams], index)
+                cast(Any, own).update(*(x[::beams] for x in states_of(held_layer)), index)
 
     @property
     def rows(self) -> int:
@@ -382,8 +403,12 @@ class SharedCache:
                 if not kv.length:  # see `has_gaps`
                     continue
                 keys, values = kv.of_beams(self._slots(kv.steps))
-                if index < len(part.layers) and part.layers[index].get_seq_length():
-                    part.layers[index].keys, part.layers[index].values = keys, values
+                layer: Any = part.layers[index] if index < len(part.layers) else None
+                if type(layer) in (StaticLayer, StaticSlidingWindowLayer):
+                    known = int(layer.get_seq_length())
+                    layer.update(keys[:, :, known:], values[:, :, known:])
+                elif layer is not None and layer.get_seq_length():
+                    layer.keys, layer.values = keys, values
                 else:
                     part.update(keys, values, index)
         if isinstance(self.stock, EncoderDecoderCache):

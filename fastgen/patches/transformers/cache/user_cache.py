@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache
 
-from fastgen.patches.transformers.cache.shared_cache import parts_of
+from fastgen.patches.transformers.cache.shared_cache import parts_of, states_of
 
 IS_USER_PROVIDED = "a KV cache is given"
 WORTH = 128
@@ -29,7 +29,7 @@ def reason_not_to_share(model: Any, cache: Any, rows: int, beams: int) -> str | 
     """Return why the rows of a sentence cannot share a user-provided cache, or None if they can.
 
     Args:
-        cache: The cache; all its layers are dynamic.
+        cache: The cache; all its layers are dynamic or static.
         rows: B * M of the call, which the cache must have.
         beams: M.
     """
@@ -40,12 +40,12 @@ def reason_not_to_share(model: Any, cache: Any, rows: int, beams: int) -> str | 
         return f"{IS_USER_PROVIDED}, with a sliding window"
     if any(layer.get_seq_length() for part in source for layer in part.layers):
         return f"{IS_USER_PROVIDED}, with keys of a source"
-    lengths = {layer.get_seq_length() for layer in text.layers}
-    if not any(lengths):
+    lengths = {int(layer.get_seq_length()) for layer in text.layers}
+    states = [state for layer in text.layers for state in states_of(layer)]
+    if not states:
         return None
     if len(lengths) > 1:
         return f"{IS_USER_PROVIDED}, with layers of different lengths"
-    states = [state for layer in text.layers for state in (layer.keys, layer.values)]
     if any(
         (len(state), state.dtype, state.device) != (rows, model.dtype, model.device)
         for state in states

@@ -11,10 +11,11 @@ from fastgen.decoding.kv_cache.ancestry import Ancestry
 from fastgen.decoding.plan import Plan
 from fastgen.models.cuda_graphs.kept_graphs import KeptGraphs
 from fastgen.patches.transformers import compat
-from fastgen.patches.transformers.cache.shared_cache import nbytes
+from fastgen.patches.transformers.cache.shared_cache import nbytes, select_rows
 from fastgen.patches.transformers.cache.user_cache import IS_USER_PROVIDED
 from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate.report import CallReport
+from fastgen.patches.transformers.planning import images
 
 
 class ModuleStepper:
@@ -118,9 +119,9 @@ class ModuleStepper:
         rows = self._rows_of(
             sentences, torch.arange(self.plan.beams, device=sentences.device, dtype=torch.int64)
         )
-        self._rows = rows.shape[0]
         self.keep_arguments(rows)
         self.keep_cache(sentences, rows)
+        self._rows = rows.shape[0]
 
     def restore_user_cache(self) -> None:
         """Leave a user-provided cache as the toolkit's loop would, once the loop is over.
@@ -152,8 +153,14 @@ class ModuleStepper:
         return self.model(**inputs, return_dict=True)
 
     def keep_arguments(self, rows: Tensor) -> None:
-        """Keep only the given rows of the forward's arguments."""
-        self.kwargs = {name: _select(rows, value) for name, value in self.kwargs.items()}
+        """Keep only the given rows of the forward's arguments.
+
+        Those with another number of rows belong to the images of prompts.
+        """
+        for name, value in self.kwargs.items():
+            at = images.dimension_of_rows(name, value)
+            if not isinstance(value, Tensor) or value.shape[at] == self._rows:
+                self.kwargs[name] = _select(rows, value, at)
 
     def keep_cache(self, sentences: Tensor, rows: Tensor) -> None:
         """Keep only the given sentences in the cache.
@@ -165,7 +172,7 @@ class ModuleStepper:
         cache = compat.cache_of(self.kwargs)
         if cache is not None:
             self._peak = max(self._peak, nbytes(cache))
-            cache.batch_select_indices(rows)
+            select_rows(cache, rows)
 
     def _kv_bytes(self) -> tuple[int, int]:
         """Return peak bytes of keys and values, and bytes that the toolkit's loop would use now."""
@@ -208,9 +215,9 @@ _OBSERVED = (
 )
 
 
-def _select(rows: Tensor, value: Any) -> Any:
+def _select(rows: Tensor, value: Any, dim: int = 0) -> Any:
     if isinstance(value, Tensor):
-        return value.index_select(0, rows.to(value.device))
+        return value.index_select(dim, rows.to(value.device))
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
         return cast(Any, type(mapping))(

@@ -14,6 +14,7 @@ from fastgen.models.build.introspection import NotFused
 from fastgen.models.cuda_graphs import graph, replay
 from fastgen.models.runtime.decode_step import DecoderStep
 from fastgen.models.runtime.native.multistep_job import why_not_in_c
+from fastgen.models.specs.registry import spec_of
 from fastgen.patches.engine import engine
 from fastgen.patches.generation_call import call_of
 from fastgen.patches.transformers import CACHES, TOOLKIT, compat, part_of
@@ -32,6 +33,7 @@ from fastgen.patches.transformers.planning.sharing import (
     reason_not_to_resolve,
     reason_not_to_share,
     reason_of_family,
+    without_static,
 )
 from fastgen.patches.transformers.planning.supported import check_call, check_model, check_source
 from fastgen.patches.transformers.unlisted.families import (
@@ -75,6 +77,7 @@ def decide(
     check_call(model, loop, method, config, kwargs)
     check_source(model, input_ids, kwargs)
     _check_canary(model, loop, config, kwargs)
+    kwargs = without_static(model, config, kwargs)
     left_off: list[str] = []
     reason = _reason_not_to_know(model, method) or reason_not_to_share(
         model, input_ids, config, kwargs, beams
@@ -118,8 +121,10 @@ def decide(
         shared, step, left_off = False, None, [not_shared(few)]
     samples = beams if loop == "sample" and method is None else 1
     request = call_of(model).suspension
+    spec = spec_of(model.config)
     reason = reason_not_to_drop(
         input_ids, processors, criteria, config, kwargs, samples,
+        frozenset() if spec is None else spec.prompts_only,
         request is not None and request.draws_apart,
     )  # fmt: skip
     if reason is None and not is_listed(model):

@@ -23,6 +23,11 @@ _MODALITIES = {
 """Arguments of the forward with images, videos or sound that are not encoded yet."""
 
 
+def dimension_of_rows(name: str, value: Any) -> int:
+    """Return the dimension of an argument of the forward that counts rows."""
+    return 1 if name == _POSITIONS and isinstance(value, Tensor) and value.dim() > 2 else 0
+
+
 def reason_not_to_share(
     model: Any, input_ids: Tensor, kwargs: dict[str, Any], beams: int
 ) -> str | None:

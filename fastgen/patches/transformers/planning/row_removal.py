@@ -11,6 +11,7 @@ from fastgen.patches.transformers.cache import user_cache
 from fastgen.patches.transformers.generate import captured_module_step
 from fastgen.patches.transformers.generate.logits_processors import batchwise_processor
 from fastgen.patches.transformers.generate.stopping_criteria import unknown_criterion
+from fastgen.patches.transformers.planning import images
 from fastgen.patches.transformers.planning.sharing import other_kind_of
 
 
@@ -21,12 +22,14 @@ def reason_not_to_drop(
     config: Any,
     kwargs: dict[str, Any],
     samples: int,
+    prompts_only: frozenset[str] = frozenset(),
     draws_apart: bool = False,
 ) -> str | None:
     """Return why finished sentences stay in the batch, or None if they leave it.
 
     Args:
         samples: Number of samples per sentence.
+        prompts_only: Names of arguments of the forward that matter for prompts alone.
         draws_apart: Whether samples need not be those that the whole batch would draw.
     """
     if config.do_sample and not draws_apart:
@@ -42,7 +45,7 @@ def reason_not_to_drop(
         return user_cache.IS_USER_PROVIDED
     if cache is not None and (reason := other_kind_of(cache)) is not None:
         return reason
-    if (name := _not_by_rows(kwargs, input_ids.shape[0])) is not None:
+    if (name := _not_by_rows(kwargs, input_ids.shape[0], prompts_only)) is not None:
         return f"{name} has no entry for each row"
     name = batchwise_processor(processors) or unknown_criterion(criteria)
     return None if name is None else f"{name} may look at the whole batch"
@@ -67,13 +70,16 @@ def _is_by_rows(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith(("torch.nn.", "transformers.", "peft.", "fastgen."))
 
 
-def _not_by_rows(kwargs: dict[str, Any], rows: int) -> str | None:
+def _not_by_rows(kwargs: dict[str, Any], rows: int, prompts_only: frozenset[str]) -> str | None:
     """Return the name of a model argument from which rows cannot be removed, or None."""
+    # Decode steps read nothing about images if they have a cache, and positions of their own.
+    unread = kwargs["use_cache"] and kwargs.get("position_ids") is not None
     for name, value in kwargs.items():
-        if isinstance(value, Tensor) and (
-            value.shape[:1] != (rows,) or (name == "position_ids" and value.dim() > 2)
-        ):
+        if not isinstance(value, Tensor) or (unread and name in prompts_only):
+            continue
+        at = images.dimension_of_rows(name, value)
+        if value.shape[at : at + 1] != (rows,):
             return name
     # Without a cache the model reads the images again in every step.
-    images = not kwargs["use_cache"] and kwargs.get("mm_encoder_outputs")
-    return "mm_encoder_outputs" if images else None
+    read = not kwargs["use_cache"] and kwargs.get(images.ENCODED)
+    return images.ENCODED if read else None

@@ -3,8 +3,13 @@
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from fastgen.models.build.introspection import reads_rows
 from fastgen.models.build.peft_layers import inserts_tokens
@@ -16,6 +21,7 @@ from fastgen.patches.engine import engine
 from fastgen.patches.transformers import compat
 from fastgen.patches.transformers.cache import user_cache
 from fastgen.patches.transformers.cache.shared_cache import held, parts_of
+from fastgen.patches.transformers.compat import CACHE
 from fastgen.patches.transformers.generate import captured_module_step, fused_decoder
 from fastgen.patches.transformers.generate.legacy_search import Method
 from fastgen.patches.transformers.planning import images
@@ -64,7 +70,8 @@ def reason_not_to_share(
     if kwargs.get("encoder_outputs") is not None and not model.config.is_encoder_decoder:
         return "encoder outputs are given to a decoder"
     cache = compat.cache_of(kwargs)
-    if (reason := other_kind_of(cache)) is not None:
+    reason = other_kind_of(cache) or _reason_not_to_fill(model, input_ids, config, kwargs)
+    if reason is not None:
         return reason
     spec, mask = spec_of(model.config), kwargs.get("attention_mask")
     sources = model.config.is_encoder_decoder and (spec is None or spec.masks_source)
@@ -100,8 +107,7 @@ def reason_not_to_share(
             return "a text that outgrows its short positions is computed anew"
     attentions = config.return_dict_in_generate and config.output_attentions
     if beams == 1:
-        windows = [layer.sliding_window for layer in parts_of(cache)[0].layers if layer.is_sliding]
-        if windows and attentions:
+        if attentions and any(layer.is_sliding for layer in parts_of(cache)[0].layers):
             return "output_attentions=True with a sliding window"
         if outgrows_window(cache, longest) and not _may_keep_all(model, cache, longest):
             return OUTGROWN
@@ -114,9 +120,13 @@ def reason_not_to_share(
 
 
 def outgrows_window(cache: Any, longest: int) -> bool:
-    """Return whether a text of `longest` tokens is longer than a sliding window of a cache."""
+    """Return whether a text of `longest` tokens is longer than a sliding window of a cache.
+
+    Static layers have room for the whole text, or nothing is shared.
+    """
     layers: list[Any] = parts_of(cache)[0].layers
-    return any(layer.is_sliding and layer.sliding_window < longest for layer in layers)
+    windows = (getattr(layer, "sliding_window", longest) for layer in layers if layer.is_sliding)
+    return any(window < longest for window in windows)
 
 
 def _may_keep_all(model: Any, cache: Any, longest: int) -> bool:
@@ -170,17 +180,87 @@ def _reason_not_to_compare(
 
 
 def other_kind_of(cache: Any) -> str | None:
-    """Return why a cache is not of the kind that `generate` makes by default, or None if it is."""
+    """Return why a cache is neither a dynamic nor a static one, or None if it is."""
     for part in parts_of(cache) or [cache]:
-        if type(part) is not DynamicCache:
+        if type(part) not in (DynamicCache, StaticCache):
             return f"the cache is a {type(part).__name__}"
         if part.offloading:
             return "the cache is offloaded"
         layers: list[Any] = part.layers
         for layer in layers:
-            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            if type(layer) not in _LAYERS:
                 return f"the cache has a {type(layer).__name__}"
     return None
+
+
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+def without_static(model: Any, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with a dynamic cache in place of a static one.
+
+    Only if nobody sees the cache, and the modules of the model's family take either kind.
+    """
+    cache = compat.cache_of(kwargs)
+    if _is_seen(config, cache) or _reason_of_static(model, cache) is None:
+        return kwargs
+    if not _takes_static_caches(model):
+        return kwargs
+    text = DynamicCache(config=model.config)
+    source = DynamicCache(config=model.config)
+    return kwargs | {CACHE: EncoderDecoderCache(text, source) if len(parts_of(cache)) > 1 else text}
+
+
+def _reason_not_to_fill(
+    model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]
+) -> str | None:
+    """Return why a static cache cannot be filled after the call, or None if it can.
+
+    The model's modules attend to all its room. That shows in returned attentions, and in the keys
+    of padding, which has nothing else to attend to.
+    """
+    cache = compat.cache_of(kwargs)
+    text, *source = [_room_of(part) for part in parts_of(cache)]
+    if (reason := _reason_of_static(model, cache)) is None:
+        return None
+    if not _takes_static_caches(model) or not _is_seen(config, cache):
+        return reason
+    if config.return_dict_in_generate and config.output_attentions:
+        return f"{reason} whose whole room is in attentions"
+    needed = longest_text(model, input_ids, config, kwargs) - 1
+    if text is not None and text < needed:
+        return f"{reason} of {text} tokens for a longer text"
+    if source and source[0] not in (None, kwargs["encoder_outputs"][0].shape[1]):
+        return f"{reason} with more room than the source needs"
+    mask = kwargs.get("decoder_attention_mask" if source else "attention_mask")
+    return None if mask is None or bool((mask == 1).all()) else f"{reason} that keeps padding"
+
+
+def _takes_static_caches(model: Any) -> bool:
+    """Return whether a model computes the same with a static cache as with a dynamic one."""
+    specs = [spec for spec in map(spec_of, configs_of(model)) if spec is not None]
+    return bool(specs) and all(spec.attention_interface and not spec.prefix_lm for spec in specs)
+
+
+def _is_seen(config: Any, cache: Any) -> bool:
+    """Return whether the caller sees the cache of a call afterwards."""
+    return config.return_dict_in_generate or compat.is_user_provided(cache)
+
+
+def _room_of(part: Any) -> int | None:
+    """Return the tokens that each layer of a static cache has room for; None for another cache."""
+    if type(part) is not StaticCache or part.offloading:
+        return None
+    layers: list[Any] = part.layers
+    return min((layer.max_cache_len for layer in layers), default=0)
+
+
+def _reason_of_static(model: Any, cache: Any) -> str | None:
+    is_static = any(_room_of(part) is not None for part in parts_of(cache))
+    return "the cache is a StaticCache" if is_static else None
+
+
+_IS_STATIC = "the cache is a StaticCache"
 
 
 def longest_text(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:

@@ -36,7 +36,6 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "use_cache=False": ("sdpa", {"use_cache": False}),
-    "the cache is a StaticCache": ("sdpa", {"cache_implementation": "static"}),
     "output_attentions=True": (
         "eager",
         {"output_attentions": True, "return_dict_in_generate": True},
@@ -261,16 +260,105 @@ def test_quantized_cache() -> None:
         assert (fallbacks(), hits()) == (before, served + 1)
 
 
+@pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
+def test_an_offloaded_cache(name: str) -> None:
+    """It needs a GPU: on a CPU transformers raises an error, and so does fastgen."""
+    model = zoo.build("llama")
+    for method in METHODS.values():
+        kwargs = zoo.batch(model, 3, 9) | method | {"max_new_tokens": 4}
+        error = assert_same(model, kwargs | {"cache_implementation": name}).error
+        assert (error is None) == torch.cuda.is_available()
+
+
+STATIC: dict[str, Any] = {"cache_implementation": "static"}
+
+
+def _check_static(model: Any, kwargs: dict[str, Any], tolerance: float = 1e-9) -> None:
+    """Assert that a call with a static cache runs as one with a dynamic cache, and its output."""
+    before, served = fallbacks(), hits()
+    assert assert_same(model, kwargs, tolerance=tolerance).error is None
+    assert (fallbacks(), hits()) == (before, served + 1)
+    call = last_call()
+    assert call is not None
+    default = fastgen.explain(model, **kwargs | {"cache_implementation": None}).plan
+    assert default is not None
+    assert (call.plan.shared, call.plan.fused) == (default.shared, default.fused)
+    planned = fastgen.explain(model, **kwargs).plan
+    assert planned is not None
+    assert (planned.shared, planned.fused) == (default.shared, default.fused)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("padding", ["none", "natural"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fields", FIELDS)
+def test_static_cache(
+    family: str, padding: str, method: str, fields: str, dtype: torch.dtype
+) -> None:
+    """The returned cache is a static one; with padding, and windows, its own keys are computed."""
+    model = zoo.build(family, dtype)
+    new = {"max_new_tokens": 14}
+    kwargs = zoo.batch(model, 4, 11, padding) | METHODS[method] | FIELDS[fields] | STATIC | new
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-9
+    if fields == "fields" and family in ("mistral", "gemma3_text"):  # with short windows
+        window = model.config.sliding_window
+        reason = f"the cache is a StaticCache of {window} tokens for a longer text"
+        _check_unshared(model, kwargs, reason, tolerance)
+    elif padding == "natural" and fields == "fields" and family in zoo.DECODERS:
+        _check_unshared(model, kwargs, "the cache is a StaticCache that keeps padding", tolerance)
+    else:
+        _check_static(model, kwargs | {"eos_token_id": list(range(2, 9))}, tolerance)
+
+
 def test_static_cache_that_is_kept_large() -> None:
     """A static cache never shrinks between calls, and a chunked prefill fills it."""
     model = zoo.build("llama")
-    kwargs = zoo.batch(model, 3, 9) | {"cache_implementation": "static", "num_beams": 3}
+    kwargs = zoo.batch(model, 3, 9, "none") | STATIC | {"num_beams": 3}
     for more in (
         {"max_new_tokens": 20},
         {"max_new_tokens": 5},
         {"max_new_tokens": 5, "prefill_chunk_size": 4},
     ):
-        _check_unshared(model, kwargs | more | FIELDS["fields"], "the cache is a StaticCache")
+        _check_static(model, kwargs | more | FIELDS["fields"])
+
+
+@pytest.mark.parametrize("room", [3, 12, 30])
+def test_a_given_static_cache_of_another_size(room: int) -> None:
+    """A cache that is too small raises transformers' error; a larger one is filled."""
+    model = zoo.build("llama")
+    kwargs = zoo.batch(model, 2, 9, "none") | {"max_new_tokens": 8, "min_new_tokens": 8}
+    for more in ({}, {"num_beams": 2, "num_return_sequences": 2}):
+        given = kwargs | more | {CACHE: StaticCache(model.config, max_cache_len=room)}
+        assert (assert_same(model, given).error is None) == (room == 30)
+        given = kwargs | more | {CACHE: StaticCache(model.config, max_cache_len=room)}
+        plan = fastgen.explain(model, **given).plan
+        assert plan is not None
+        assert plan.shared == (room == 30)
+
+
+def test_a_given_static_cache_of_other_rows() -> None:
+    model = zoo.build("llama")
+    kwargs = zoo.batch(model, 2, 9, "none") | {"max_new_tokens": 4}
+    cache = StaticCache(model.config, max_cache_len=30)
+    model.generate(**kwargs, **{CACHE: cache})
+    for _ in range(2):
+        more = zoo.batch(model, 3, 9, "none") | {"max_new_tokens": 4, CACHE: cache}
+        assert assert_same(model, more).error is not None
+        cache.reset()
+
+
+def test_rows_that_leave_a_static_cache() -> None:
+    """Finished sentences leave a static cache whose modules compute attention by themselves."""
+    model = zoo.build("codegen")
+    ends = {"eos_token_id": list(range(2, 40)), "max_new_tokens": 14}
+    for method in ({}, {"num_beams": 2}):
+        assert_same(model, zoo.batch(model, 6, 11) | STATIC | ends | method)
+        call = last_call()
+        assert call is not None
+        assert call.plan.drop
+        assert not call.plan.shared
+        assert call.steps[-1][0] < call.steps[0][0]
 
 
 @pytest.mark.parametrize("new_tokens", [1, 6])

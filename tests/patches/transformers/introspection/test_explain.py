@@ -190,7 +190,11 @@ def test_the_reason_is_the_one_that_the_call_is_counted_with(family: str, reason
 
 UNSHARED: dict[str, dict[str, Any]] = {
     "use_cache=False": {"use_cache": False},
-    "the cache is a StaticCache": {"cache_implementation": "static"},
+    "the cache is a StaticCache whose whole room is in attentions": {
+        "cache_implementation": "static",
+        "return_dict_in_generate": True,
+        "output_attentions": True,
+    },
     "output_attentions=True": {
         "num_beams": 2,
         "return_dict_in_generate": True,
