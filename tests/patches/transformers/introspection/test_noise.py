@@ -8,6 +8,7 @@ import torch
 import fastgen
 from fastgen.cli.bench.agreement import Agreement
 from fastgen.cli.bench.measure import Verdict, compare
+from fastgen.patches.transformers.introspection import noise as noise_module
 from fastgen.patches.transformers.introspection.noise import LIMIT, Noise, noise
 from tests.support import zoo
 
@@ -73,6 +74,32 @@ def test_an_error_is_no_rounding(family, monkeypatch):
     found = noise(model, zoo.batch(model, 4, 9), {"max_new_tokens": 12})
     assert not found.explains
     assert "error of the logits" in str(found)
+
+
+def test_another_expert_is_an_outlier(monkeypatch):
+    """One token whose router chose by rounding does not decide for a mixture of experts."""
+    outlier = torch.full((4, 12), 0.1)
+    outlier[2, 5] = 9.0
+    assert noise_module._median(outlier) == pytest.approx(0.1)
+    assert noise_module._rms(outlier) > 1
+    found: dict[str, list[int]] = {"_median": [], "_rms": []}
+    for name, calls in found.items():
+        own = getattr(noise_module, name)
+        monkeypatch.setattr(
+            noise_module, name, lambda e, own=own, calls=calls: calls.append(1) or own(e)
+        )
+    for family in ("mixtral", "llama"):
+        model = _model(family, torch.bfloat16)
+        assert noise(model, zoo.batch(model, 4, 9), {"max_new_tokens": 12}).own > 0
+    assert [len(calls) for calls in found.values()] == [2, 2]
+
+
+def test_inputs_that_are_no_tokens_are_widened():
+    model = _model("whisper", torch.bfloat16)
+    shape = 2, model.config.num_mel_bins, 2 * model.config.max_source_positions
+    features = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = noise(model, {"input_features": features}, {"max_new_tokens": 8})
+    assert found.explains, found
 
 
 def test_the_limit():
