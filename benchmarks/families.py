@@ -45,6 +45,12 @@ _OWN: dict[str, dict[str, Any]] = {
     "unilm": {"mask_token_id": 4},
     "whisper": {"max_source_positions": 128, "max_target_positions": 128, "suppress_tokens": None,
                 "begin_suppress_tokens": None},
+    **{
+        name: {"q_lora_rank": 128, "kv_lora_rank": 128}
+        for name in (
+            "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "sarvam_mla", "youtu"
+        )
+    },
 }  # fmt: skip
 
 
