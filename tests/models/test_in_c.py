@@ -85,8 +85,6 @@ OWN: dict[str, Callable[[], Any]] = {
     "phi3": lambda: tf.Phi3ForCausalLM(
         tf.Phi3Config(**zoo._without("head_dim", "intermediate_size"), intermediate_size=64)
     ),
-    # Without norms of queries and keys, which have weights of their own for each head.
-    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**zoo._DECODER, logit_scale=0.5)),
     "glm": lambda: tf.GlmForCausalLM(tf.GlmConfig(**zoo._DECODER | {"intermediate_size": 64})),
     "glm4": lambda: tf.Glm4ForCausalLM(tf.Glm4Config(**zoo._DECODER | {"intermediate_size": 64})),
     "helium": lambda: tf.HeliumForCausalLM(
@@ -201,9 +199,19 @@ EXPERTS = (
     "granitemoe", "hunyuan_v1_moe", "hy_v3", "minimax_m2", "mixtral", "olmoe", "phimoe",
     "qwen2_moe", "qwen3_moe", "solar_open",
 )  # fmt: skip
-NOT_WRITTEN = {"unilm"}  # a mask token after each newest one
+NOT_WRITTEN = {
+    "cohere-norms",  # norms of queries and keys with weights of their own for each head
+    "unilm",  # a mask token after each newest one
+}
 FAMILIES = sorted(
-    {"falcon-40b", "falcon-11b", "falcon-rw", "gpt_bigcode-heads", "stablelm-parallel"}
+    {
+        "cohere-norms",
+        "falcon-40b",
+        "falcon-11b",
+        "falcon-rw",
+        "gpt_bigcode-heads",
+        "stablelm-parallel",
+    }
     | set(SPECS) & set(zoo.FAMILIES | zoo.MORE)
 )
 METHODS: dict[str, dict[str, Any]] = {

@@ -35,7 +35,10 @@ from tests.ops.test_native import own_variant as variant  # noqa: F401  a fixtur
 from tests.support import zoo
 from tests.support.parity import assert_same
 
-FAMILIES = ["marian", "t5", "bart", "llama", "qwen3", "gpt2", "phi3", "opt", "mistral"]
+FAMILIES = [
+    "marian", "t5", "bart", "llama", "qwen3", "gpt2", "phi3", "opt", "mistral", "gemma2",
+    "falcon-40b",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -207,7 +210,7 @@ def test_reasons(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa
     monkeypatch.setenv("FASTGEN_UNKNOWN", "check")
     for family, ops, reason in (
         ("marian", "auto", ""),
-        ("bloom", "auto", "its layers are not written in C"),
+        ("cohere-norms", "auto", "its layers are not written in C"),
         ("marian", "reference", "FASTGEN_OPS=reference"),
     ):
         monkeypatch.setenv("FASTGEN_OPS", ops)
@@ -276,7 +279,7 @@ def test_what_is_said(
     assert [record.getMessage() for record in caplog.records] == [
         "FASTGEN_PRECISION=int8: weights are rounded to int8, so outputs differ from the toolkit's"
     ]
-    model = zoo.build("bloom", torch.float32)
+    model = zoo.build("cohere-norms", torch.float32)
     explained = fastgen.explain(model, **_kwargs(model))
     assert explained.plan is not None
     assert not explained.plan.int8

@@ -274,7 +274,8 @@ MORE: dict[str, Callable[[], Any]] = {
             eos_token_id=EOS,
         )
     ),
-    "cohere": lambda: tf.CohereForCausalLM(
+    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**_DECODER, logit_scale=0.5)),
+    "cohere-norms": lambda: tf.CohereForCausalLM(
         tf.CohereConfig(**_DECODER, logit_scale=0.5, use_qk_norm=True),
     ),
     "granite": lambda: tf.GraniteForCausalLM(
