@@ -212,7 +212,7 @@ def test_many_requests_have_a_speed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_requests_that_arrive_at_random_are_answered(tmp_path: Path) -> None:
-    sizes = ["--requests", "12", "--scale", "tiny", "--arms", "fastgen", "fastgen, mixed"]
+    sizes = ["--requests", "12", "--scale", "tiny", "--arms", "manager", "manager, mixed"]
     assert load.main([*sizes, "--out", str(tmp_path / "cpu")]) == 0
     result = json.loads((tmp_path / "cpu/load.json").read_text("utf-8"))["result"]
     assert len(result["cells"]) == 2 * (1 + len(load.LOADS))
