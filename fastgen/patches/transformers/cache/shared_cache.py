@@ -57,12 +57,13 @@ def states_of(layer: Any) -> list[Tensor]:
 
 def select_rows(cache: Any, rows: Tensor) -> None:
     """Keep only the given rows (N,) int64 of a cache of transformers."""
-    for part in parts_of(cache):
-        for layer in part.layers:
-            if not isinstance(layer, StaticLayer):
-                layer.batch_select_indices(rows)
-            elif layer.is_initialized:
-                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+    layers: list[Any] = [layer for part in parts_of(cache) for layer in part.layers]
+    for layer in layers:
+        if not isinstance(layer, StaticLayer):
+            layer.batch_select_indices(rows)
+        elif layer.is_initialized:
+            states: Any = layer
+            states.keys, states.values = states.keys[rows], states.values[rows]
 
 
 def windows_of(model: Any, cache: Any) -> list[int | None]:
