@@ -33,8 +33,13 @@ def _inputs(family: str, model: Any, sentences: int = 4, length: int = 11) -> di
 
 
 def test_every_family_has_a_model() -> None:
-    families = zoo.FAMILIES | zoo.STREAMS | zoo.SPEECH
-    assert set(families) | {zoo.build(name).config.model_type for name in zoo.MORE} == set(SPECS)
+    families = set(zoo.FAMILIES | zoo.STREAMS | zoo.SPEECH)
+    for name in zoo.MORE:
+        try:
+            families.add(zoo.build(name).config.model_type)
+        except pytest.skip.Exception:  # an older transformers
+            families.add(name)
+    assert families == set(SPECS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -378,7 +379,13 @@ def test_a_prompt_in_one_chunk_that_leaves_no_cache(new_tokens: int) -> None:
 
 def test_a_decoder_that_keeps_no_cache_and_a_prompt_in_chunks() -> None:
     """BERT without `is_decoder` ignores the cache: in chunks, each step sees its token alone."""
-    model = recipe.enlarge(recipe.tiny("encoder-decoder")).double()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert = tf.BertConfig(vocab_size=zoo.VOCABULARY, intermediate_size=24, **sizes).to_dict()
+    config = tf.EncoderDecoderConfig(
+        encoder=dict(bert), decoder=dict(bert), pad_token_id=zoo.PAD, eos_token_id=zoo.EOS,
+        decoder_start_token_id=zoo.START,
+    )  # fmt: skip
+    model: Any = recipe.enlarge(tf.EncoderDecoderModel(config).eval()).double()
     assert not model.decoder.config.is_decoder
     kwargs = zoo.batch(model, 3, 9) | {"max_new_tokens": 5}
     for method in METHODS.values():
