@@ -5,7 +5,7 @@ import copy
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -51,17 +51,6 @@ OWN: dict[str, Callable[[], Any]] = {
     ),
     "bloom": lambda: tf.BloomForCausalLM(
         tf.BloomConfig(hidden_size=48, n_layer=2, n_head=3, initializer_range=0.3, **_TOKENS)
-    ),
-    "gpt_bigcode": lambda: tf.GPTBigCodeForCausalLM(
-        tf.GPTBigCodeConfig(
-            n_embd=32, n_layer=2, n_head=2, n_positions=256, initializer_range=0.5, **_TOKENS
-        )
-    ),
-    "gpt_bigcode-heads": lambda: tf.GPTBigCodeForCausalLM(
-        tf.GPTBigCodeConfig(
-            n_embd=32, n_layer=2, n_head=2, n_positions=256, initializer_range=0.5,
-            multi_query=False, **_TOKENS,
-        )
     ),
     "gpt_neo": lambda: tf.GPTNeoForCausalLM(
         tf.GPTNeoConfig(
@@ -240,6 +229,7 @@ def widen(patch: pytest.MonkeyPatch) -> None:
         ),
         (zoo._GPTJ, {"n_embd": 64}),
         (zoo._FALCON, {"hidden_size": 64}),
+        (zoo._GPT_BIGCODE, {"n_embd": 32, "initializer_range": 0.5}),
     ):
         for name, value in values.items():
             patch.setitem(sizes, name, value)
@@ -251,6 +241,21 @@ def widen(patch: pytest.MonkeyPatch) -> None:
 
 def _steps() -> int:
     return calls["decoder_step", "native"]
+
+
+def assert_changes_count(
+    model: Any, kwargs: dict[str, Any], changes: Iterable[Callable[[], object]]
+) -> None:
+    """Assert that steps in C follow every change of a model, and that it changes the output."""
+    assert assert_same(model, kwargs).error is None
+    for change in changes:
+        before = model.generate(**kwargs)
+        with torch.no_grad():
+            change()
+        calls.clear()
+        assert assert_same(model, kwargs).error is None
+        assert calls["search", "native"] > 0
+        assert not torch.equal(before, model.generate(**kwargs)), "the change has no effect"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -502,15 +507,7 @@ def test_experts_may_change_between_calls(variant: str, family: str) -> None:  #
             lambda: setattr(experts, "alpha", 5.0),
             lambda: model.model.layers[0].self_attn.sinks.add_(6.0),
         ]
-    assert assert_same(model, kwargs).error is None
-    for change in changes:
-        before = model.generate(**kwargs)
-        with torch.no_grad():
-            change()
-        calls.clear()
-        assert assert_same(model, kwargs).error is None
-        assert calls["search", "native"] > 0
-        assert not torch.equal(before, model.generate(**kwargs)), "the change has no effect"
+    assert_changes_count(model, kwargs, changes)
 
 
 @pytest.mark.parametrize(
@@ -615,7 +612,7 @@ def test_searches_in_half_precision(
         noise._forced(each, batch, texts, texts.shape[1] - tokens)[-len(logits) :]
         for each in (copy.deepcopy(model).float(), model)
     )
-    error, theirs = (noise._rms(noise._errors(each, exact)) for each in (logits, own))
+    error, theirs = (noise.root_mean_square([noise._errors(each, exact)]) for each in (logits, own))
     assert 0 < error <= noise.LIMIT * theirs
 
 

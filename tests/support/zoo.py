@@ -222,21 +222,14 @@ def _falcon(**form: Any) -> Any:
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
 
+_GPT_BIGCODE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256,
+    "initializer_range": 0.8, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": EOS,
+}  # fmt: skip
+
+
 def _gpt_bigcode(**form: Any) -> Any:
-    return tf.GPTBigCodeForCausalLM(
-        tf.GPTBigCodeConfig(
-            vocab_size=VOCABULARY,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            n_positions=256,
-            initializer_range=0.8,
-            pad_token_id=PAD,
-            bos_token_id=1,
-            eos_token_id=EOS,
-            **form,
-        )
-    )
+    return tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**_GPT_BIGCODE, **form))
 
 
 def _stablelm(**form: Any) -> Any:

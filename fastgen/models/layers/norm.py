@@ -73,9 +73,8 @@ class Norm:
         return NormParameters(self.weight, self.bias, self.eps, self.rms, self.offset)
 
 
-_EPS = ("variance_epsilon", "eps")  # attribute names in transformers' classes
-EPS = 1e-5
-"""What norms without such an attribute may add."""
+_EPS_NAMES = ("variance_epsilon", "eps")  # attributes of transformers' classes
+_EPS = 1e-5  # of classes without such an attribute
 
 
 class RMSNorm(Routed):
@@ -156,7 +155,8 @@ def norm_of(module: nn.Module) -> Norm | None:
         or not all(map(_is_vector, parameters.values()))
     ):
         return None
-    eps = next((eps for name in _EPS if isinstance(eps := getattr(module, name, None), float)), EPS)
+    found = (getattr(module, name, None) for name in _EPS_NAMES)
+    eps = next((eps for eps in found if isinstance(eps, float)), _EPS)
     weight, bias = map(parameters.get, ("weight", "bias"))
     key = kind, kind.forward, weight is None, bias is None
     forms = process_state().of(Forms).known

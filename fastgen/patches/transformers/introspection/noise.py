@@ -87,9 +87,9 @@ def noise(
         model = model.generate.__self__  # of a wrapper that delegates, as `torch.compile` makes
     wide = {name: x.float() if x.is_floating_point() else x for name, x in rows.items()}
     exact = _forced(copy.deepcopy(model).float(), wide, texts, prompt)
-    summary = _median if has_experts(model) else _rms
+    summary = _median if has_experts(model) else root_mean_square
     found, own = (
-        summary(_errors(logits, exact)[generated])
+        summary([_errors(logits, exact)[generated]])
         for logits in (_of_returned(run), _forced(model, rows, texts, prompt))
     )
     return Noise(found, own)
@@ -145,12 +145,10 @@ def _errors(logits: list[Tensor], exact: list[Tensor]) -> Tensor:
     return torch.stack([*squares], 1).sqrt()
 
 
-def _rms(errors: Tensor) -> float:
-    return errors.square().mean().sqrt().item() if errors.numel() else 0.0
-
-
-def _median(errors: Tensor) -> float:
-    return errors.median().item() if errors.numel() else 0.0
+def _median(errors: Iterable[Tensor]) -> float:
+    """Return the median over all elements of several tensors; 0 if there are none."""
+    every = torch.cat([*errors])
+    return every.median().item() if every.numel() else 0.0
 
 
 def root_mean_square(differences: Iterable[Tensor]) -> float:

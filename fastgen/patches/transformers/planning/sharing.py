@@ -260,9 +260,6 @@ def _reason_of_static(model: Any, cache: Any) -> str | None:
     return "the cache is a StaticCache" if is_static else None
 
 
-_IS_STATIC = "the cache is a StaticCache"
-
-
 def longest_text(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> int:
     """Return the maximum number of tokens of a text, cached ones and prompt included."""
     embeds = None if model.config.is_encoder_decoder else kwargs.get("inputs_embeds")

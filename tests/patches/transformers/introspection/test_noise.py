@@ -80,9 +80,9 @@ def test_another_expert_is_an_outlier(monkeypatch):
     """One token whose router chose by rounding does not decide for a mixture of experts."""
     outlier = torch.full((4, 12), 0.1)
     outlier[2, 5] = 9.0
-    assert noise_module._median(outlier) == pytest.approx(0.1)
-    assert noise_module._rms(outlier) > 1
-    found: dict[str, list[int]] = {"_median": [], "_rms": []}
+    assert noise_module._median([outlier.flatten()]) == pytest.approx(0.1)
+    assert noise_module.root_mean_square([outlier]) > 1
+    found: dict[str, list[int]] = {"_median": [], "root_mean_square": []}
     for name, calls in found.items():
         own = getattr(noise_module, name)
         monkeypatch.setattr(
